@@ -1,0 +1,164 @@
+"""`fivefold model`: what a model is made of, before anything is built or downloaded."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from fivefold.core.model_counts import ParameterCounts
+    from fivefold.core.model_spec import ModelSpec
+
+
+@click.group(name="model")
+def command() -> None:
+    """Sizes, parameters and FLOPs of a model."""
+
+
+@command.command(name="show")
+@click.argument("model", metavar="CONFIG_OR_PRESET")
+@click.option(
+    "--sequence", type=click.IntRange(1, 10**9), default=4096, show_default=True, help="Tokens in a sequence."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def show(model: str, sequence: int, as_json: bool) -> None:
+    """Count parameters and FLOPs of a preset, a Hugging Face config.json, or a folder that holds one."""
+    from fivefold.catalog.models import resolve
+    from fivefold.core.model_counts import parameter_counts
+
+    spec = resolve(model)
+    counts = parameter_counts(spec)
+    if as_json:
+        click.echo(json.dumps(_facts(spec, counts, sequence), indent=2))
+    else:
+        _print_tables(spec, counts, sequence)
+
+
+@command.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def list_presets(as_json: bool) -> None:
+    """List the presets with their parameters and the source of their sizes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fivefold.catalog.models import names, preset, source
+    from fivefold.core.model_counts import parameter_counts
+    from fivefold.units import format_count
+
+    rows = [(name, source(name), parameter_counts(preset(name))) for name in names()]
+    if as_json:
+        models = [
+            {
+                "name": name,
+                "source": origin,
+                "total_parameters": counts["total_parameters"],
+                "active_parameters": counts["active_parameters"],
+            }
+            for name, origin, counts in rows
+        ]
+        click.echo(json.dumps({"models": models}, indent=2))
+        return
+    table = Table("preset", "parameters", "active", "source")
+    for name, origin, counts in rows:
+        total, active = format_count(counts["total_parameters"]), format_count(counts["active_parameters"])
+        table.add_row(name, total, active, origin)
+    Console().print(table)
+
+
+def _facts(spec: ModelSpec, counts: ParameterCounts, sequence: int) -> dict[str, Any]:
+    from fivefold.core.model_counts import block_flops, forward_flops, head_flops, training_flops
+    from fivefold.core.model_spec import beyond_plain_decoder
+
+    return {
+        "name": spec.name,
+        "family": spec.family,
+        "layers": spec.layers,
+        "hidden": spec.hidden,
+        "vocab": spec.vocab,
+        "max_positions": spec.max_positions,
+        "tied_embeddings": spec.tied_embeddings,
+        **counts,
+        "sequence_tokens": sequence,
+        "forward_flops_per_token": forward_flops(spec, sequence),
+        "training_flops_per_token": training_flops(spec, sequence),
+        "head_flops_per_token": head_flops(spec),
+        "blocks": [
+            {"layers": n, **block.model_dump(), "forward_flops_per_token": block_flops(spec, block, sequence)}
+            for n, block in _runs(spec)
+        ],
+        "beyond_plain_decoder": list(beyond_plain_decoder(spec)),
+        "notes": list(spec.notes),
+    }
+
+
+def _runs(spec: ModelSpec) -> list[tuple[int, Any]]:
+    """Equal layers in a row, joined: [(how many, the block)]."""
+    return [(len(list(run)), block) for block, run in groupby(spec.blocks)]
+
+
+def _print_tables(spec: ModelSpec, counts: ParameterCounts, sequence: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fivefold.core.model_counts import (
+        block_flops,
+        block_parameters,
+        forward_flops,
+        head_flops,
+        training_flops,
+    )
+    from fivefold.core.model_spec import beyond_plain_decoder
+    from fivefold.units import format_count
+
+    console, total = Console(), counts["total_parameters"]
+    tied = "tied" if spec.tied_embeddings else "untied"
+    console.print(
+        f"{spec.name} ({spec.family}): {spec.layers} layers, hidden {spec.hidden}, "
+        f"vocab {spec.vocab} ({tied}), positions {spec.max_positions}",
+        markup=False,
+    )
+    table = Table("component", "parameters", "share")
+    for component, n in counts["by_component"].items():
+        if n:
+            table.add_row(component, f"{n:,}", f"{n / total:.1%}")
+    table.add_section()
+    table.add_row("total", f"{total:,}", format_count(total))
+    table.add_row(
+        "active per token", f"{counts['active_parameters']:,}", format_count(counts["active_parameters"])
+    )
+    console.print(table)
+
+    table = Table("layers", "attention", "mlp", "parameters", "forward FLOPs/token")
+    for n, block in _runs(spec):
+        parameters = sum(block_parameters(spec, block).values())
+        flops = format_count(block_flops(spec, block, sequence))
+        table.add_row(
+            str(n),
+            _sizes(block.attention),
+            _sizes(block.mlp),
+            f"{n} x {format_count(parameters)}",
+            f"{n} x {flops}",
+        )
+    table.add_row(
+        "head", "", "", format_count(counts["by_component"]["head"]), format_count(head_flops(spec))
+    )
+    console.print(table)
+    forward, training = forward_flops(spec, sequence), training_flops(spec, sequence)
+    console.print(
+        f"FLOPs per token at {sequence} tokens, causal: forward {format_count(forward)}, "
+        f"forward and backward {format_count(training)}",
+        highlight=False,
+    )
+    for title, lines in (("beyond a plain decoder", beyond_plain_decoder(spec)), ("note", spec.notes)):
+        for line in lines:
+            console.print(f"{title}: {line}", markup=False, highlight=False)
+
+
+def _sizes(part: Any) -> str:
+    """`gqa heads 32 kv_heads 8 head_dim 128`: the fields that differ from their defaults."""
+    fields = part.model_dump(exclude_defaults=True)
+    words = [key if value is True else f"{key} {value}" for key, value in fields.items() if key != "kind"]
+    return " ".join([part.kind, *words])

@@ -1,0 +1,269 @@
+"""`fivefold runs`: what was run here, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fivefold.records.store import STATUSES, MetricRow, RunRecord, Store, default_path, store_exists
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLOURS = {
+    "running": "cyan",
+    "finished": "green",
+    "failed": "red",
+    "interrupted": "yellow",
+    "lost": "magenta",
+}
+SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+SPARK_WIDTH = 60
+PIPE_WIDTH = 200
+"""Columns when the output is no terminal: a table in a file or a pipe should not lose its columns."""
+
+_records = click.option(
+    "--records",
+    type=click.Path(path_type=Path),
+    help="The store. Default: $FIVEFOLD_RECORDS, or .fivefold/records.sqlite under the current folder.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+
+
+@click.group("runs")
+def command() -> None:
+    """List the runs recorded here, or show one of them."""
+
+
+@command.command("list")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, newest first."
+)
+@click.option("--status", type=click.Choice(STATUSES), help="Only runs of this status.")
+@_records
+@_json
+def list_runs(limit: int, status: str | None, records: Path | None, as_json: bool) -> None:
+    """List runs, the newest first."""
+    path = records or default_path()
+    found: list[RunRecord] = []
+    exists = store_exists(path)
+    if exists:
+        with Store.open(path, create=False) as store:
+            found = store.runs(limit, status)
+    if as_json:
+        _print_json({"records": str(path.absolute()), "runs": [_run_as_json(run) for run in found]})
+    elif found:
+        _print_list(found)
+    elif status is not None and exists:
+        click.echo(f"No {status} runs in {path}.")
+    else:
+        click.echo(f"No runs yet in {path}. `fivefold lab` makes some; so does `fivefold train CONFIG.yaml`.")
+
+
+@command.command("show")
+@click.argument("run_id", metavar="ID")
+@_records
+@_json
+def show_run(run_id: str, records: Path | None, as_json: bool) -> None:
+    """Show one run: its details, results and metrics.
+
+    ID is an id, the first characters of one, or `last` for the newest run.
+    """
+    with Store.open(records, create=False) as store:
+        run = store.run(run_id)
+        results, metrics = store.results(run.id), store.metrics(run.id)
+    if as_json:
+        rows = [{"step": row.step, "rank": row.rank, "values": row.values} for row in metrics]
+        _print_json({**_run_as_json(run), "results": results, "metrics": rows})
+    else:
+        _print_run(run, results, metrics)
+
+
+def losses(metrics: list[MetricRow]) -> dict[int, float]:
+    """The loss of each step, from the lowest rank that logged one (with a pipeline not all ranks do)."""
+    found: dict[int, float] = {}
+    for row in metrics:
+        if "loss" in row.values:
+            found.setdefault(row.step, row.values["loss"])
+    return found
+
+
+def last_rows(metrics: list[MetricRow]) -> dict[int, MetricRow]:
+    """The newest row of each rank, by rank; numbers logged in several calls for one step are joined."""
+    newest: dict[int, MetricRow] = {}
+    for row in metrics:
+        before = newest.get(row.rank)
+        joined = {**before.values, **row.values} if before and before.step == row.step else row.values
+        newest[row.rank] = MetricRow(row.step, row.rank, joined)
+    return dict(sorted(newest.items()))
+
+
+def sparkline(values: list[float], *, ramp: str = SPARKS, width: int = SPARK_WIDTH) -> str:
+    """`values` as one line of bars, lowest to highest, at most `width` of them (each the mean of its share).
+
+    A share that holds a NaN or an infinity is drawn as `!`.
+    """
+    count = min(width, len(values))
+    shares = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [sum(share) / len(share) for share in shares]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    scale = (len(ramp) - 1) / (high - low) if high > low else 0.0
+    return "".join(ramp[round((m - low) * scale)] if math.isfinite(m) else "!" for m in means)
+
+
+def _print_list(found: list[RunRecord]) -> None:
+    table = _table("id", "kind", "status", "started", "took", "model", "layout", "steps", "name")
+    for run in found:
+        table.add_row(
+            run.id,
+            run.kind,
+            _coloured(run.status),
+            _local(run.started_at),
+            _took(run),
+            _clean(run.model),
+            _clean(run.layout),
+            "" if run.last_step is None else str(run.last_step),
+            _clean(run.name or ""),
+        )
+    _console().print(table)
+
+
+def _print_run(run: RunRecord, results: dict[str, Any], metrics: list[MetricRow]) -> None:
+    console = _console()
+    details = _table("", "", header=False)
+    shown: dict[str, Any] = {
+        "id": run.id,
+        "kind": run.kind,
+        "name": run.name,
+        "model": run.model,
+        "layout": run.layout,
+        "error": run.error,
+        "started": f"{_local(run.started_at)} by process {run.pid} on {run.host}",
+        "took": _took(run),
+        "last step": run.last_step,
+        **run.machine,
+        "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items() if version),
+        **{f"result {key}": value for key, value in results.items()},
+    }
+    details.add_row("status", _coloured(run.status))
+    for name, value in shown.items():
+        if value not in (None, ""):
+            details.add_row(_clean(name), _clean(_brief(name, value)))
+    console.print(details)
+    _print_losses(console, losses(metrics))
+    _print_ranks(console, last_rows(metrics))
+
+
+def _print_losses(console: Console, loss: dict[int, float]) -> None:
+    if not loss:
+        return
+    steps, values = list(loss), list(loss.values())
+    ramp = SPARKS if console.encoding.lower().startswith("utf") else ASCII_SPARKS
+    console.print(
+        f"loss {sparkline(values, ramp=ramp)}  {values[0]:.4g} at step {steps[0]}, "
+        f"{values[-1]:.4g} at step {steps[-1]}",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _print_ranks(console: Console, newest: dict[int, MetricRow]) -> None:
+    if not newest:
+        return
+    names = sorted({name for row in newest.values() for name in row.values}, key=lambda n: (n != "loss", n))
+    table = _table("rank", "step", *(_clean(name) for name in names))
+    for rank, row in newest.items():
+        table.add_row(
+            str(rank), str(row.step), *(_brief(n, row.values[n]) if n in row.values else "" for n in names)
+        )
+    console.print(table)
+
+
+def _brief(name: str, value: Any) -> str:
+    """A value as text a person reads at a glance; the unit is the end of its name."""
+    from fivefold.units import format_bytes, format_seconds
+
+    if isinstance(value, str) or not isinstance(value, int | float) or isinstance(value, bool):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= PIPE_WIDTH else f"{text[: PIPE_WIDTH - 1]}… (--json has all of it)"
+    if not math.isfinite(value) or value == 0:
+        return str(value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return format_seconds(value)
+    return str(value) if isinstance(value, int) else f"{value:.5g}"
+
+
+def _took(run: RunRecord) -> str:
+    """Its duration; for a running run until now; of a lost one nobody knows."""
+    if run.ended_at is None and run.status != "running":
+        return "?"
+    end = datetime.now().timestamp() if run.ended_at is None else run.ended_at
+    seconds = max(0, round(end - run.started_at))
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _run_as_json(run: RunRecord) -> dict[str, Any]:
+    """All fields, with times in UTC (ISO 8601)."""
+    from dataclasses import asdict
+
+    times = {"started_at": _utc(run.started_at), "ended_at": run.ended_at and _utc(run.ended_at)}
+    return {**asdict(run), **times}
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(_strict(value), indent=2, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become the texts `nan`, `inf` and `-inf`, which float() reads."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, list) else value
+
+
+def _clean(text: str) -> Any:
+    """Recorded text as it is: no markup, and no control characters that would reach the terminal."""
+    from rich.text import Text
+
+    return Text("".join(c if c.isprintable() else "�" for c in text))
+
+
+def _coloured(status: str) -> Any:
+    from rich.text import Text
+
+    return Text(status, style=COLOURS.get(status, ""))
+
+
+def _table(*columns: Any, header: bool = True) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=header, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, no_wrap=i == 0, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def _local(moment: float) -> str:
+    return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _utc(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds")

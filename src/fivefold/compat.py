@@ -1,0 +1,35 @@
+"""Every private torch API that Fivefold uses, in one place; `tests/unit/test_compat.py` pins each one.
+
+A new torch version that moves one of these breaks this file and its test, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["COLLECTIVE_NAMESPACES", "TorchDispatchMode", "group_name_of", "warm_up_imports"]
+
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Operator namespaces through which every collective of torch is dispatched."""
+
+
+def group_name_of(argument: Any) -> str | None:
+    """The process group's name if this operator argument is a (boxed) process group, else None."""
+    if isinstance(argument, ProcessGroup):
+        return argument.group_name
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return ProcessGroup.unbox(argument).group_name
+        except (RuntimeError, TypeError):
+            return None
+    return None
+
+
+def warm_up_imports() -> None:
+    """Import what torch imports lazily, so that ranks forked afterwards share it."""
+    import torch._dynamo  # noqa: F401, PLC0415
+    import torch.distributed  # noqa: F401, PLC0415

@@ -1,0 +1,50 @@
+"""How a step is computed on each rank, beside how the job is cut."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fivefold.core.layout import Layout
+from fivefold.core.optimizer import OptimizerConfig
+from fivefold.core.value import Value
+from fivefold.core.workload import Workload
+from fivefold.errors import WorkloadError
+
+DType = Literal["float32", "float64", "bfloat16"]
+ITEMSIZE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
+class Execution(Value):
+    """Microbatch, number format, recompute and optimizer."""
+
+    micro_batch: int = Field(default=1, gt=0)
+    """Sequences that one rank computes at a time."""
+    dtype: DType = "float32"
+    """Parameters and compute."""
+    recompute: Literal["none"] = "none"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    bucket_mib: float = Field(default=25.0, gt=0)
+    """Gradients are reduced over data ranks in buckets of about so many MiB."""
+
+    @property
+    def itemsize_bytes(self) -> int:
+        return ITEMSIZE_BYTES[self.dtype]
+
+
+def microbatches(workload: Workload, layout: Layout, execution: Execution) -> int:
+    """Microbatches of one data-parallel replica in one step.
+
+    Formula: global_batch / (dp * micro_batch). Context-parallel ranks share the same sequences.
+    Raises:  WorkloadError with the nearest legal global batches where that is not whole.
+    """
+    at_a_time = layout.dp * execution.micro_batch
+    count, rest = divmod(workload.global_batch, at_a_time)
+    if rest:
+        legal = [n * at_a_time for n in (count, count + 1) if n]
+        raise WorkloadError(
+            f"global batch {workload.global_batch} is not a multiple of dp{layout.dp} x micro-batch "
+            f"{execution.micro_batch} = {at_a_time}; nearest global batch: {' or '.join(map(str, legal))}"
+        )
+    return count

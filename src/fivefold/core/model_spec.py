@@ -1,0 +1,225 @@
+"""What a model is made of: ordered blocks with their sizes. Torch-free; `model_config` reads `config.json`.
+
+Shape letters: D hidden, F ffn, N heads, H head_dim, V vocab, E experts, K top_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from fivefold.core.value import Value
+from fivefold.errors import nearest_numbers
+
+MOST_LAYERS = 10_000
+MOST_VOCAB = 10_000_000
+MOST_WIDTH = 10_000_000
+"""No layer of a language model is wider; a larger number is a damaged config."""
+
+Width = Annotated[int, Field(gt=0, le=MOST_WIDTH)]
+
+
+class RopeScaling(Value):
+    """Llama-3 scaling of rotary frequencies (Llama 3.1 model card; transformers `rope_type: llama3`)."""
+
+    factor: float = Field(gt=0)
+    low_freq_factor: float = Field(gt=0)
+    high_freq_factor: float = Field(gt=0)
+    original_max_positions: int = Field(gt=0)
+
+
+class AttentionSpec(Value):
+    """Grouped-query attention: `heads` query heads of `head_dim` share `kv_heads` key/value heads."""
+
+    kind: Literal["gqa"] = "gqa"
+    heads: Width
+    kv_heads: Width
+    head_dim: Width
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm with weights on queries and keys before the rotation."""
+    qk_norm_over: Literal["head", "all_heads"] = "head"
+    """`head`: one weight [H] shared by all heads (Qwen3). `all_heads`: weights [N*H] and [kv*H] (OLMo 2)."""
+    window: int | None = Field(default=None, gt=0)
+    """Sliding window: a token sees itself and the `window - 1` tokens before it. None: all before it."""
+    chunk: int | None = Field(default=None, gt=0)
+    """Chunked attention (Llama 4): a token sees those before it in its own chunk. None: no chunks."""
+    rope_dim: int | None = Field(default=None, ge=0)
+    """How many dims of a head are rotated. None: all of them; 0: this layer has no rotation."""
+    output_gate: bool = False
+    """The query projection also makes a gate [N*H] that multiplies the output (Qwen3-Next)."""
+    sinks: bool = False
+    """One learned logit per head takes part in the softmax (gpt-oss)."""
+
+    @model_validator(mode="after")
+    def _heads_share_evenly(self) -> AttentionSpec:
+        if self.heads % self.kv_heads:
+            legal = nearest_numbers(
+                self.kv_heads, [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            )
+            raise ValueError(
+                f"{self.heads} attention heads cannot share {self.kv_heads} key/value heads evenly: "
+                f"{self.heads} % {self.kv_heads} != 0; nearest legal number of key/value heads: {legal}"
+            )
+        if self.rope_dim is not None and (self.rope_dim > self.head_dim or self.rope_dim % 2):
+            raise ValueError(
+                f"cannot rotate {self.rope_dim} of {self.head_dim} dims of a head: even and at most all"
+            )
+        return self
+
+
+class MLASpec(Value):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): K and V from one latent."""
+
+    kind: Literal["mla"] = "mla"
+    heads: Width
+    q_rank: Width | None = None
+    """Rank of the compressed query. None: queries are projected directly (DeepSeek-V2-Lite)."""
+    kv_rank: Width
+    nope_dim: Width
+    rope_dim: Width
+    value_dim: Width
+    bias: bool = False
+    """Bias on the down projections of queries and of keys/values, and on the output projection."""
+
+
+class GatedDeltaSpec(Value):
+    """Linear attention by the gated delta rule (arXiv:2412.06464), as in Qwen3-Next: no KV cache."""
+
+    kind: Literal["gated_delta"] = "gated_delta"
+    key_heads: Width
+    value_heads: Width
+    key_dim: Width
+    value_dim: Width
+    conv_kernel: Width
+
+
+class MLPSpec(Value):
+    """A dense feed-forward block; `gated` has gate, up and down projections, otherwise up and down."""
+
+    kind: Literal["dense"] = "dense"
+    ffn: Width
+    gated: bool = True
+    activation: str = "silu"
+    bias: bool = False
+
+
+class MoESpec(Value):
+    """A routed feed-forward block: each token meets `top_k` of `experts`, and all shared experts."""
+
+    kind: Literal["moe"] = "moe"
+    experts: Width
+    top_k: Width
+    ffn: Width
+    """Width of one routed expert."""
+    shared_ffn: int = Field(default=0, ge=0, le=MOST_WIDTH)
+    """Width of all shared experts together; 0: none."""
+    shared_gate: bool = False
+    """A learned gate [D] scales the shared experts' output (Qwen-MoE)."""
+    gated: bool = True
+    activation: str = "silu"
+    bias: bool = False
+    """Biases in the routed experts (gpt-oss)."""
+    router_bias: bool = False
+    """A trained bias [E] on the router's logits. Balancing biases without gradients are buffers: not here."""
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> MoESpec:
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"top_k {self.top_k} is more than the {self.experts} experts; at most {self.experts}"
+            )
+        return self
+
+
+Attention = Annotated[AttentionSpec | MLASpec | GatedDeltaSpec, Field(discriminator="kind")]
+FeedForward = Annotated[MLPSpec | MoESpec, Field(discriminator="kind")]
+
+
+class BlockSpec(Value):
+    """One decoder layer."""
+
+    attention: Attention
+    mlp: FeedForward
+    norms: Literal["pre", "post", "sandwich", "shared"] = "pre"
+    """Where norms stand: before attention and MLP; after them; both; or one before both (Phi)."""
+
+
+class ModelSpec(Value):
+    """A decoder-only language model as ordered blocks."""
+
+    name: str
+    family: str = "llama"
+    hidden: Width
+    vocab: int = Field(gt=0, le=MOST_VOCAB)
+    blocks: tuple[BlockSpec, ...] = Field(min_length=1, max_length=MOST_LAYERS)
+    tied_embeddings: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = Field(default=1e-5, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    max_positions: int = Field(default=4096, gt=0)
+    position_table: int = Field(default=0, ge=0)
+    """Rows of a table of learned positions (GPT-2); 0: positions are rotary."""
+    head_bias: bool = False
+    features: tuple[str, ...] = ()
+    """What the computation has beyond the fields above (soft-capped logits, ...), in words; no parameters."""
+    notes: tuple[str, ...] = ()
+    """What was left out or concluded when a config was read: multi-token prediction, a vision tower, ..."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.blocks)
+
+    @classmethod
+    def from_config(cls, source: Mapping[str, Any] | str | Path, *, name: str | None = None) -> ModelSpec:
+        """Read a Hugging Face `config.json`: a mapping, a file, or a folder that holds one.
+
+        Raises: ModelError naming the field or model type that is missing, damaged or not supported.
+        """
+        from fivefold.core import model_config  # the reader builds ModelSpec, so it cannot be imported above
+
+        return model_config.read(source, name=name)
+
+
+def beyond_plain_decoder(spec: ModelSpec) -> tuple[str, ...]:
+    """What `spec` has and a plain Llama-like decoder lacks.
+
+    Plain: GQA, biases, QK-norm per head, window, RMS pre-norms, RoPE, dense MLP.
+    Empty means that such a decoder computes exactly this model. A runtime refuses a spec that lists anything.
+    """
+    found: dict[str, None] = dict.fromkeys(spec.features)
+    if spec.norm != "rms":
+        found["layer norm"] = None
+    if spec.position_table:
+        found["learned positions"] = None
+    if spec.head_bias:
+        found["bias on the head"] = None
+    for block in dict.fromkeys(spec.blocks):
+        found.update(dict.fromkeys(_beyond_plain_block(block)))
+    return tuple(found)
+
+
+def _beyond_plain_block(block: BlockSpec) -> list[str]:
+    found = []
+    attention = block.attention
+    if isinstance(attention, AttentionSpec):
+        for present, text in (
+            (attention.qk_norm and attention.qk_norm_over != "head", "query/key norm over all heads"),
+            (attention.chunk, "chunked attention"),
+            (attention.rope_dim is not None, "rotation of a part of the head"),
+            (attention.output_gate, "gated attention output"),
+            (attention.sinks, "attention sinks"),
+        ):
+            found += [text] if present else []
+    else:
+        found.append({"mla": "latent attention (MLA)", "gated_delta": "linear attention"}[attention.kind])
+    if block.mlp.kind == "moe":
+        found.append("mixture of experts")
+    if block.norms != "pre":
+        found.append(f"norms placed {block.norms!r}")
+    return found

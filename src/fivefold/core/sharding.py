@@ -1,0 +1,140 @@
+"""The one table of parameters: what each is, who holds which part of it, and how its gradient is completed.
+
+`parameters(spec)` lists the parameters of a model as on one device. Each strategy's `rules.py` fills its columns and
+`strategies/compose.py` puts them together. Initialisation, gradient reduction, norm and clipping, verification,
+memory and the predicted communication all read this table and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from fivefold.errors import ModelError
+
+Role = Literal[
+    "embedding", "head", "norm", "head_norm",
+    "q", "k", "v", "attention_output", "gate", "up", "down",
+]  # fmt: skip
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut along `dim` into degree/replicas blocks, the last one padded; `replicas` neighbours hold the same block."""
+
+    dim: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """One parameter. `shape` is the global, logical shape; everything local follows from the columns."""
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    is_bias: bool = False
+    init_mean: float = 0.0
+    init_std: float = INIT_STD
+    init_name: str = ""
+    """The name that seeds its values; differs from `name` for the second copy of a tied parameter."""
+    stage: int = 0
+    """Virtual stage that owns it."""
+    mesh: Literal["dense", "expert"] = "dense"
+    placement: Mapping[str, Shard] = field(default_factory=dict)
+    """Axis -> how it is cut along that axis; an axis that is absent holds replicas."""
+    sums: Mapping[str, int | None] = field(default_factory=dict)
+    """Axis -> its gradient is summed over the axis (None) or over runs of so many members. Absent: already complete."""
+    tied_to: str | None = None
+    """This is a second copy of that parameter on another stage: the gradients of both are summed, it counts once."""
+
+    @property
+    def block(self) -> str:
+        """The block it belongs to, for judging errors: its decoder layer, the embedding, or norm and head."""
+        parts = self.name.split(".")
+        return ".".join(parts[:2]) if parts[0] == "layers" else "embedding" if parts[0] == "embedding" else "head"
+
+    def region(self, layout: Layout, coordinate: Mapping[str, int]) -> tuple[slice, ...]:
+        """The global region that a rank holds, per dim, without padding (it can be empty)."""
+        region = [slice(0, size) for size in self.shape]
+        for axis, shard in self.placement.items():
+            block = self._block_size(layout, axis, shard)
+            start = coordinate[axis] // shard.replicas * block
+            size = self.shape[shard.dim]
+            region[shard.dim] = slice(min(start, size), min(start + block, size))
+        return tuple(region)
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """The shape of every rank's part, with padding: the same on all ranks that own the parameter."""
+        shape = list(self.shape)
+        for axis, shard in self.placement.items():
+            shape[shard.dim] = self._block_size(layout, axis, shard)
+        return tuple(shape)
+
+    def local_elements(self, layout: Layout) -> int:
+        return prod(self.local_shape(layout))
+
+    def counts_once_here(self, coordinate: Mapping[str, int]) -> bool:
+        """Whether this rank's part enters a sum over all tp and pp ranks, so that each element is counted once."""
+        if self.tied_to is not None:
+            return False
+        shard = self.placement.get("tp")
+        return coordinate["tp"] % shard.replicas == 0 if shard else coordinate["tp"] == 0
+
+    def _block_size(self, layout: Layout, axis: str, shard: Shard) -> int:
+        blocks = getattr(layout, axis) // shard.replicas
+        return -(-self.shape[shard.dim] // blocks)
+
+
+def parameters(spec: ModelSpec) -> tuple[ParameterRow, ...]:
+    """The parameters of a model on one device, in the order of its modules. Raises: ModelError for kinds not trained."""
+    embedding = ParameterRow("embedding.weight", "embedding", (spec.vocab, spec.hidden))
+    layers = [row for i, block in enumerate(spec.blocks) for row in _layer(f"layers.{i}", block, spec)]
+    norm = _norm("norm.weight", "norm", spec.hidden)
+    head = ParameterRow("head.weight", "head", (spec.vocab, spec.hidden))
+    rows = [embedding, *layers, norm, *([] if spec.tied_embeddings else [head])]
+    return tuple(replace(row, init_name=row.name) for row in rows)
+
+
+def _layer(prefix: str, block: BlockSpec, spec: ModelSpec) -> Iterator[ParameterRow]:
+    attention, mlp = block.attention, block.mlp
+    if not isinstance(attention, AttentionSpec) or not isinstance(mlp, MLPSpec):
+        raise ModelError(
+            f"{spec.name}: {prefix} has {attention.kind!r} attention and a {mlp.kind!r} feed-forward block; "
+            f"only 'gqa' and 'dense' can be trained so far"
+        )
+    hidden, queries = spec.hidden, attention.heads * attention.head_dim
+    keys = attention.kv_heads * attention.head_dim
+    residual_std = INIT_STD / (2 * spec.layers) ** 0.5  # Radford et al. 2019, section 2.3
+    yield _norm(f"{prefix}.attention_norm.weight", "norm", hidden)
+    yield from _linear(f"{prefix}.attention.qkv.q", "q", queries, hidden, attention.qkv_bias)
+    yield from _linear(f"{prefix}.attention.qkv.k", "k", keys, hidden, attention.qkv_bias)
+    yield from _linear(f"{prefix}.attention.qkv.v", "v", keys, hidden, attention.qkv_bias)
+    if attention.qk_norm:
+        yield _norm(f"{prefix}.attention.q_norm.weight", "head_norm", attention.head_dim)
+        yield _norm(f"{prefix}.attention.k_norm.weight", "head_norm", attention.head_dim)
+    output = f"{prefix}.attention.output"
+    yield from _linear(output, "attention_output", hidden, queries, attention.output_bias, residual_std)
+    yield _norm(f"{prefix}.mlp_norm.weight", "norm", hidden)
+    if mlp.gated:
+        yield from _linear(f"{prefix}.mlp.inputs.gate", "gate", mlp.ffn, hidden, mlp.bias)
+    yield from _linear(f"{prefix}.mlp.inputs.up", "up", mlp.ffn, hidden, mlp.bias)
+    yield from _linear(f"{prefix}.mlp.down", "down", hidden, mlp.ffn, mlp.bias, residual_std)
+
+
+def _norm(name: str, role: Role, size: int) -> ParameterRow:
+    return ParameterRow(name, role, (size,), init_mean=1.0, init_std=0.0)
+
+
+def _linear(
+    name: str, role: Role, outputs: int, inputs: int, bias: bool, std: float = INIT_STD
+) -> Iterator[ParameterRow]:
+    yield ParameterRow(f"{name}.weight", role, (outputs, inputs), init_std=std)
+    if bias:
+        yield ParameterRow(f"{name}.bias", role, (outputs,), is_bias=True, init_std=0.0)

@@ -1,0 +1,57 @@
+"""The base of every value that travels in a Plan: frozen, keyword-only, validated where it is made."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fivefold.errors import ConfigError, nearest
+
+
+class Value(BaseModel):
+    """A frozen, validated value. Unknown fields are refused with the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, data: Any, *, where: str) -> Self:
+        """Validate untrusted data; a fault becomes one line that names the place, the value and the nearest key."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {describe(error, cls)}") from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated again."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**values, **changes})
+
+
+LONGEST_INPUT = 80
+"""Characters of a bad input that a message repeats."""
+
+
+def describe(error: ValidationError, cls: type[BaseModel]) -> str:
+    """The first fault of a pydantic error as one line a person can act on."""
+    fault = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key {path!r}{nearest(str(fault['loc'][-1]), _known_keys(cls, fault['loc'][:-1]))}"
+    if fault["type"] == "missing":
+        return f"missing key {path!r}"
+    message = fault["msg"].removeprefix("Value error, ")
+    got = repr(fault["input"])
+    got = got if len(got) <= LONGEST_INPUT else f"{got[:LONGEST_INPUT]} ..."
+    return f"{path}: {message} (got {got})" if path else message
+
+
+def _known_keys(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    model: Any = cls
+    for part in path:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is None:
+            continue
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
+    return list(model.model_fields)

@@ -1,0 +1,80 @@
+"""From a plan to this rank's part of the model: cut on the meta device, then only the own part is made."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.layout import Layout
+from fivefold.core.plan import Plan
+from fivefold.core.sharding import ParameterRow
+from fivefold.nn.decoder import Decoder
+from fivefold.nn.init import make_shard
+from fivefold.runtime.mesh import Mesh
+from fivefold.strategies import compose
+from fivefold.strategies.pipeline.apply import keep_stage
+from fivefold.strategies.pipeline.placement import stage_layers
+from fivefold.strategies.tensor import apply as tensor
+
+Pairs = list[tuple[ParameterRow, nn.Parameter]]
+
+
+def build_chunks(plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0) -> dict[int, tuple[nn.Module, Pairs]]:
+    """This rank's chunks: virtual stage -> (module, its parameters with their rows).
+
+    Strategies act in a fixed order: the pipeline keeps a stage, tensor parallelism replaces modules, then the
+    parameters are made in their local shapes. Memory: never more than this rank's part and one tile.
+    `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification).
+    """
+    spec, layout = plan.model, plan.layout
+    with torch.device("meta"):
+        whole = Decoder(spec)
+    table = compose.parameter_table(spec, layout, plan.workload.seq_len)
+    layers = stage_layers(spec, layout, plan.workload.seq_len)
+    chunks = {}
+    for chunk, rows in compose.rows_of(table, layout, mesh.coordinate["pp"]).items():
+        module = copy.deepcopy(whole)
+        keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
+        tensor.apply(module, mesh, spec.vocab)
+        chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, seed=seed, noise=noise))
+    return chunks
+
+
+def materialise(
+    module: nn.Module, rows: list[ParameterRow], mesh: Mesh, dtype: str, *, seed: int, noise: float
+) -> Pairs:
+    """Give every parameter of the module its local values. Tied parameters stay one parameter."""
+    pairs: Pairs = []
+    made: dict[int, nn.Parameter] = {}
+    names = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    by_name = {row.name: row for row in rows}
+    for name, identity in names.items():
+        if identity not in made:
+            row = by_name.pop(name)
+            value = initial_value(row, mesh.layout, mesh.coordinate, dtype, seed=seed, noise=noise)
+            made[identity] = nn.Parameter(value.to(mesh.device.device))
+            pairs.append((row, made[identity]))
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, made[identity])
+    assert not by_name, f"the table has parameters that the module lacks: {sorted(by_name)}"
+    return pairs
+
+
+def initial_value(
+    row: ParameterRow, layout: Layout, coordinate: dict[str, int], dtype: str, *, seed: int, noise: float = 0.0
+) -> Tensor:
+    """The initial local values of one parameter, padding zero."""
+    region, shape = row.region(layout, coordinate), row.local_shape(layout)
+    kind = getattr(torch, dtype)
+    std = row.init_std or noise
+    if std == 0.0:
+        shard = torch.full([r.stop - r.start for r in region], row.init_mean, dtype=kind)
+    else:
+        shard = make_shard(row.init_name, region, seed=seed, std=std, mean=row.init_mean, dtype=kind)
+    if tuple(shard.shape) == shape:
+        return shard
+    padded = torch.zeros(shape, dtype=kind)
+    padded[tuple(slice(0, size) for size in shard.shape)] = shard
+    return padded

@@ -1,0 +1,158 @@
+"""One training step, the same for every layout.
+
+    1  count the valid tokens of the global batch                 (metrics: data)
+    2  run the schedule: forward, backward, send, receive         (forward, backward: tp, pp)
+    3  sum gradients over data ranks, in buckets, overlapped      (reduce: data)
+       complete those of which each tp rank holds a part          (reduce: tp)
+       add those of the two copies of a tied embedding            (reduce: tie)
+    4  one global norm, clip                                      (norm: tp, pp)
+    5  update the local parameters
+    6  agree on the loss                                          (metrics: data, pp)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.execution import microbatches
+from fivefold.core.plan import Plan
+from fivefold.core.sharding import ParameterRow
+from fivefold.engine.build import build_chunks
+from fivefold.engine.optimizer import clip, global_norm, make_optimizer
+from fivefold.runtime.mesh import Mesh
+from fivefold.strategies import compose
+from fivefold.strategies.data.apply import Replicated
+from fivefold.strategies.pipeline.apply import Microbatch, Pipeline, Trace
+from fivefold.strategies.pipeline.schedules import rank_actions
+from fivefold.strategies.tensor import apply as tensor
+from fivefold.units import MIB
+
+LoadMicrobatch = Callable[[int], Microbatch]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did: equal on all ranks, except the times."""
+
+    loss: float
+    """Mean over all valid tokens of the global batch."""
+    grad_norm: float
+    """Before clipping."""
+    valid_tokens: int
+    step_s: float
+    comm_s: dict[str, float]
+    """Axis -> seconds that this rank could do nothing but wait for communication."""
+    trace: Trace
+
+
+class Engine:
+    """This rank's part of a model under a plan, ready to train.
+
+    Raises: UserError before anything is built if the plan cannot be run.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0) -> None:
+        compose.check(plan)
+        self.plan, self.mesh = plan, mesh
+        built = build_chunks(plan, mesh, seed=seed, noise=noise)
+        self.chunks: dict[int, nn.Module] = {chunk: module for chunk, (module, _) in built.items()}
+        self.parameters = {chunk: pairs for chunk, (_, pairs) in built.items()}
+        self.microbatches = microbatches(plan.workload, plan.layout, plan.execution)
+        optimizer = plan.execution.optimizer
+        self.clip_norm = optimizer.clip_norm
+        self.data = Replicated(
+            self.parameters,
+            mesh,
+            lambda pairs: make_optimizer(optimizer, pairs),
+            bucket_bytes=int(plan.execution.bucket_mib * MIB),
+        )
+        self.dtype: torch.dtype = getattr(torch, plan.execution.dtype)
+        self.pipeline = Pipeline(
+            self.chunks,
+            rank_actions(plan.layout, mesh.coordinate["pp"], self.microbatches),
+            mesh,
+            boundary=(self._boundary_shape(), self.dtype),
+            before_last_backward=self.data.watch if plan.layout.pp == 1 else lambda chunk: None,
+            on_reduce=self.data.reduce,
+        )
+        self._make_axes()
+        self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
+        """Called with the complete gradients, before clipping: where verification looks."""
+
+    def step(self, load: LoadMicrobatch, lr: float) -> StepResult:
+        """Train on one global batch; `load(j)` gives microbatch j of this data rank, on the device."""
+        mesh = self.mesh
+        started = time.perf_counter()
+        mesh.clock.seconds(reset=True)
+        batches = [load(j) for j in range(self.microbatches)]
+        valid = self._count_valid(batches)
+        scale_dtype = torch.promote_types(self.dtype, torch.float32)
+        loss, trace = self.pipeline.run(batches, 1.0 / valid.to(scale_dtype))
+        gradients = self._complete_gradients()
+        if self.after_backward is not None:
+            self.after_backward(gradients)
+        norm = global_norm(gradients, mesh)
+        if self.clip_norm is not None:
+            clip(gradients, norm, self.clip_norm)
+        mesh.phase = "optimizer"
+        self.data.step(lr)
+        total = self._agree_on_loss(loss)
+        mesh.device.synchronize()
+        return StepResult(
+            loss=float(total / valid),
+            grad_norm=float(norm),
+            valid_tokens=int(valid),
+            step_s=time.perf_counter() - started,
+            comm_s=mesh.clock.seconds(),
+            trace=trace,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters, gradients and optimizer state that live on this rank now."""
+        pairs = [parameter for chunk in self.parameters.values() for _, parameter in chunk]
+        states = [tensor for state in self.data.state().values() for tensor in state.values()]
+        return [*pairs, *(p.grad for p in pairs if p.grad is not None), *states]
+
+    def _count_valid(self, batches: list[Microbatch]) -> Tensor:
+        """Valid tokens of the global batch, at least 1."""
+        self.mesh.phase = "metrics"
+        valid = torch.stack([batch.mask_BS.sum() for batch in batches]).sum()
+        return self.mesh.axis("data").all_reduce(valid).clamp(min=1)
+
+    def _complete_gradients(self) -> list[tuple[ParameterRow, Tensor]]:
+        self.mesh.phase = "reduce"
+        self.data.wait()
+        gradients = self.data.local_gradients()
+        tensor.sum_gradients(gradients, self.mesh)
+        for row, gradient in gradients:
+            if "tie" in row.sums:
+                self.mesh.axis("tie").all_reduce(gradient)
+        return gradients
+
+    def _agree_on_loss(self, loss: Tensor) -> Tensor:
+        """Sum of token losses over the global batch. The last stage has it; the others add zero."""
+        self.mesh.phase = "metrics"
+        total = loss.double()
+        self.mesh.axis("data").all_reduce(total)
+        return self.mesh.axis("pp").all_reduce(total)
+
+    def _boundary_shape(self) -> tuple[int, ...]:
+        layout, workload = self.plan.layout, self.plan.workload
+        sequence = workload.seq_len // layout.tp if layout.sequence_parallel else workload.seq_len
+        return self.plan.execution.micro_batch, sequence, self.plan.model.hidden
+
+    def _make_axes(self) -> None:
+        """Make every process group now, in one order on all ranks, so that no step pays for it."""
+        rows: list[Any] = [row for pairs in self.parameters.values() for row, _ in pairs]
+        for axis in ("tp", "data", "pp"):
+            self.mesh.axis(axis)
+        for size in sorted({row.sums["tp"] for row in rows if row.sums.get("tp")}):
+            self.mesh.axis("tp", size)
+        if any("tie" in row.sums for row in rows):
+            self.mesh.axis("tie")

@@ -1,0 +1,58 @@
+"""One plain decoder for Llama 2/3, Mistral, Qwen2 and Qwen3, built from a ModelSpec. It knows nothing of ranks.
+
+A pipeline stage is the same class with some parts set to None: what remains decides what it reads and returns.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fivefold.core.model_spec import BlockSpec, ModelSpec
+from fivefold.nn.attention import Attention
+from fivefold.nn.layers import RMSNorm, TokenLoss
+from fivefold.nn.mlp import MLP
+from fivefold.nn.rope import Rope
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). Shapes: x_BSD -> [B, S, D]."""
+
+    def __init__(self, spec: ModelSpec, block: BlockSpec) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.attention = Attention(spec.hidden, block.attention, spec.norm_eps)
+        self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.mlp = MLP(spec.hidden, block.mlp)
+
+    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], valid_BS: Tensor | None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, valid_BS)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm, head. Layers keep their global index as name, whatever part is present.
+
+    Shapes: tokens_BS (int64) if it holds the embedding, else hidden_BSD; positions [B or 1, S]; valid_BS or None
+            -> logits_BSV if it holds the head, else hidden_BSD.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rope = Rope(spec)
+        self.embedding: nn.Module | None = nn.Embedding(spec.vocab, spec.hidden)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, block) for i, block in enumerate(spec.blocks)})
+        self.norm: nn.Module | None = RMSNorm(spec.hidden, spec.norm_eps)
+        self.head: nn.Module | None = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        if spec.tied_embeddings:
+            self.head.weight = self.embedding.weight
+        self.loss = TokenLoss()
+
+    def forward(self, x: Tensor, positions: Tensor, valid_BS: Tensor | None = None) -> Tensor:
+        hidden_BSD = x if self.embedding is None else self.embedding(x)
+        rope = self.rope(positions, hidden_BSD.dtype)
+        for layer in self.layers.values():
+            hidden_BSD = layer(hidden_BSD, rope, valid_BS)
+        if self.norm is not None:
+            hidden_BSD = self.norm(hidden_BSD)
+        return hidden_BSD if self.head is None else self.head(hidden_BSD)  # type: ignore[no-any-return]

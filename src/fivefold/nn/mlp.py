@@ -1,0 +1,43 @@
+"""The feed-forward block, gated (Shazeer 2020, SwiGLU) or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.core.model_spec import MLPSpec
+from fivefold.errors import ModelError, nearest
+from fivefold.nn.layers import Projections
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) when not gated.
+
+    Shapes: x_BSD -> [B, S, D], through [B, S, F].
+    """
+
+    def __init__(self, hidden: int, spec: MLPSpec) -> None:
+        super().__init__()
+        if spec.activation not in ACTIVATIONS:
+            raise ModelError(
+                f"activation {spec.activation!r} is not supported{nearest(spec.activation, ACTIVATIONS)}; "
+                f"known: {', '.join(ACTIVATIONS)}"
+            )
+        self.activation = ACTIVATIONS[spec.activation]
+        outputs = {"gate": spec.ffn, "up": spec.ffn} if spec.gated else {"up": spec.ffn}
+        self.inputs = Projections(hidden, outputs, bias=spec.bias)
+        self.down = nn.Linear(spec.ffn, hidden, bias=spec.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        first, *rest = self.inputs(x_BSD)
+        hidden_BSF = self.activation(first)
+        return self.down(hidden_BSF * rest[0] if rest else hidden_BSF)  # type: ignore[no-any-return]

@@ -1,0 +1,52 @@
+"""Which module plays which role: how a strategy finds what it acts on without the model knowing.
+
+    embedding       token ids to vectors                     head            vectors to logits
+    column          linears with a common input (q/k/v)      row             the linear that ends a block
+    norm            acts on every token alone                head_norm       acts on every head alone
+    attention_core  softmax attention                        loss            logits and labels to a sum
+    layer           one decoder layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+DECODER_ROLES: Mapping[str, str] = {
+    "embedding": "embedding",
+    "layers.*.attention.qkv": "column",
+    "layers.*.attention.core": "attention_core",
+    "layers.*.attention.output": "row",
+    "layers.*.attention.[qk]_norm": "head_norm",
+    "layers.*.mlp.inputs": "column",
+    "layers.*.mlp.down": "row",
+    "layers.*_norm": "norm",
+    "layers.*": "layer",
+    "norm": "norm",
+    "head": "head",
+    "loss": "loss",
+}
+"""Name pattern -> role; the first pattern that fits decides."""
+
+
+def modules_with_role(model: nn.Module, role: str, roles: Mapping[str, str] = DECODER_ROLES) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that play `role`, by name, in the order of the model."""
+    for name, module in list(model.named_modules()):
+        if name and role_of(name, roles) == role:
+            yield name, module
+
+
+def role_of(name: str, roles: Mapping[str, str] = DECODER_ROLES) -> str | None:
+    """The role of the module called `name`; a star stands for one layer index or the rest of a name."""
+    for pattern, role in roles.items():
+        if fnmatchcase(name, pattern) and (role != "layer" or name.count(".") == 1):
+            return role
+    return None
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` where the module called `name` stands."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)

@@ -1,0 +1,59 @@
+"""Rotary position embedding (Su et al. 2021, eq. 34; rotate-half order as in Llama), with Llama-3 scaling."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.model_spec import ModelSpec, RopeScaling
+
+
+class Rope(nn.Module):
+    """Cosines and sines of the rotary angles.
+
+    Shapes: positions [B or 1, S] (int) -> cos, sin, each [B or 1, 1, S, H], in at least float32.
+    Angles are computed in the dtype that is asked for, so that float64 stays float64 throughout.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.blocks[0].attention.head_dim
+        self.theta = spec.rope_theta
+        self.scaling = spec.rope_scaling
+        self._frequencies: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(dtype, torch.float32)
+        key = (dtype, positions.device)
+        if key not in self._frequencies:
+            self._frequencies[key] = inverse_frequencies(self.head_dim, self.theta, self.scaling).to(
+                device=positions.device, dtype=dtype
+            )
+        angles = positions[:, None, :, None].to(dtype) * self._frequencies[key]
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Inverse frequencies [H/2] in float64.
+
+    Formula: f_i = theta^(-2i/H). With scaling, waves longer than original/low_freq are divided by `factor`, waves
+             shorter than original/high_freq are kept, and those between are blended linearly.
+    Source:  Su et al. 2021, section 3.2.2; Llama 3.1 reference code (`apply_scaling`).
+    """
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling is None:
+        return frequencies
+    waves = 2 * math.pi / frequencies
+    turns = scaling.original_max_positions / waves
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head by its position's angles; result in x's dtype."""
+    first, second = x_BNSH.chunk(2, dim=-1)
+    return (x_BNSH * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BNSH.dtype)

@@ -1,0 +1,82 @@
+"""Differentiable collectives along one axis of the mesh. Each one's backward is its mathematical transpose.
+
+    forward            backward
+    all_gather         reduce_scatter
+    reduce_scatter     all_gather
+    all_reduce         identity          (each rank's output feeds the same computation)
+    broadcast_input    all_reduce        (identity forward: the same input feeds every rank's part)
+
+At degree 1 each returns its input and adds nothing to the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.runtime.mesh import Axis
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Join shards along `dim`. Comm: all-gather; larger buffer: the result. Backward: reduce-scatter, same bytes."""
+    return x if axis.degree == 1 else _AllGather.apply(x, axis, dim)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Sum over the axis, keep this rank's part of `dim`. Comm: reduce-scatter of x. Backward: all-gather, same bytes."""
+    return x if axis.degree == 1 else _ReduceScatter.apply(x, axis, dim)  # type: ignore[no-any-return]
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis, not in place. Comm: all-reduce of x. Backward: identity."""
+    return x if axis.degree == 1 else _AllReduce.apply(x, axis)  # type: ignore[no-any-return]
+
+
+def broadcast_input(x: Tensor, axis: Axis) -> Tensor:
+    """The same input to every rank's part of a computation: identity. Backward: all-reduce of x's gradient."""
+    return x if axis.degree == 1 else _BroadcastInput.apply(x, axis)  # type: ignore[no-any-return]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.reduce_scatter(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.axis.all_gather(grad, ctx.dim), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _BroadcastInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.axis.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None

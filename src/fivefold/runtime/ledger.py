@@ -1,0 +1,92 @@
+"""The ledger writes down every collective that is really dispatched, also those that torch issues itself.
+
+It sits in torch's dispatcher, so it sees what is done and not what was meant. It costs time on every operator and is
+therefore off unless asked for: `with Ledger(mesh) as ledger: ...; ledger.events`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.compat import COLLECTIVE_NAMESPACES, TorchDispatchMode, group_name_of
+from fivefold.core.events import Event
+from fivefold.runtime.mesh import Mesh
+
+OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "scatter_": "scatter",
+    "gather_": "gather",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+}
+"""Operator of torch -> the name it has in an event. An operator that is not listed is written under its own name."""
+
+NOT_COMMUNICATION = {"wait_tensor"}
+
+
+class Ledger(TorchDispatchMode):
+    """Collects the events of one rank, each filed under the mesh's current phase."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.events: Counter[Event] = Counter()
+        self.order: list[Event] = []
+        """The same events in the order of their dispatch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVE_NAMESPACES:
+            name = func.overloadpacket.__name__
+            if name not in NOT_COMMUNICATION:
+                self._write(name, [*args, *(kwargs or {}).values()])
+        return func(*args, **(kwargs or {}))
+
+    def _write(self, name: str, arguments: list[Any]) -> None:
+        groups = [a if isinstance(a, str) else group_name_of(a) for a in arguments]
+        known = [self.mesh.axis_name_of(g) for g in groups if g]
+        tensors = list(_tensors(arguments))
+        largest = max(tensors, key=lambda t: t.numel() * t.itemsize, default=None)
+        event = Event(
+            phase=self.mesh.phase,
+            axis=next((axis for axis in known if axis != "world"), "world"),
+            op=OPERATIONS.get(name, name),
+            dtype="none" if largest is None else str(largest.dtype).removeprefix("torch."),
+            bytes=0 if largest is None else largest.numel() * largest.itemsize,
+        )
+        self.events[event] += 1
+        self.order.append(event)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

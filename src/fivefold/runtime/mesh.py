@@ -1,0 +1,138 @@
+"""The mesh as one rank sees it: its coordinate and, for every axis, the ranks that it talks to.
+
+Collectives are methods of an `Axis`, so that each one names its axis. At degree 1 each returns its input: no
+collective, no copy. All of them are plain functions of tensors; `collectives.py` makes them differentiable.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.core.layout import Layout
+from fivefold.runtime.device import Device, Stopwatch
+
+
+class Axis:
+    """One axis (or runs of `size` members of it): the ranks of this rank's group, in order, and its place among them."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, clock: Stopwatch) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.degree = len(ranks)
+        self.index = ranks.index(rank)
+        self.clock = clock
+        self.group: dist.ProcessGroup | None = None
+        if self.degree > 1:
+            self.group = dist.new_group(list(ranks), use_local_synchronization=True)
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce `x` in place over the axis and return it. Comm: one all-reduce of x."""
+        if self.group is not None:
+            started = self.clock.start()
+            dist.all_reduce(x, op=op, group=self.group)
+            self.clock.stop(self.name, started)
+        return x
+
+    def all_reduce_start(self, x: Tensor) -> Handle:
+        """Begin an in-place sum of `x`; the result holds after `wait`."""
+        return Handle(self, x, dist.all_reduce(x, group=self._active, async_op=True))
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Join the axis members' `x` along `dim`, in axis order. Comm: one all-gather; larger buffer: the result."""
+        return x if self.group is None else self.all_gather_start(x, dim).wait()
+
+    def all_gather_start(self, x: Tensor, dim: int) -> Handle:
+        """Begin `all_gather`; `wait` returns the joined tensor."""
+        x = x.contiguous()
+        out = x.new_empty(self.degree * x.shape[0], *x.shape[1:])
+        work = dist.all_gather_single(out, x, group=self._active, async_op=True)
+        return Handle(self, out.unflatten(0, (self.degree, -1)), work, join=dim % x.ndim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Sum `x` over the axis and keep this rank's part of `dim`. Comm: one reduce-scatter; larger buffer: x."""
+        return x if self.group is None else self.reduce_scatter_start(x, dim).wait()
+
+    def reduce_scatter_start(self, x: Tensor, dim: int) -> Handle:
+        """Begin `reduce_scatter`; `wait` returns this rank's part."""
+        parts = x.unflatten(dim, (self.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
+        out = parts.new_empty(parts.shape[0] // self.degree, *parts.shape[1:])
+        work = dist.reduce_scatter_single(out, parts, group=self._active, async_op=True)
+        return Handle(self, out, work, keep=parts)
+
+    def send_start(self, x: Tensor, to: int) -> Handle:
+        """Begin a send of `x` to the global rank `to`."""
+        return Handle(self, x, dist.isend(x, to, group=self._active))
+
+    def receive_start(self, buffer: Tensor, source: int) -> Handle:
+        """Begin to receive into `buffer` from the global rank `source`; `wait` returns it."""
+        return Handle(self, buffer, dist.irecv(buffer, source, group=self._active))
+
+    @property
+    def _active(self) -> dist.ProcessGroup:
+        assert self.group is not None, f"axis {self.name} has degree 1: there is nobody to talk to"
+        return self.group
+
+
+class Handle:
+    """A collective under way. `wait` returns its result once; only the waiting is counted as communication time."""
+
+    def __init__(self, axis: Axis, result: Tensor, work: Any, *, join: int | None = None, keep: Any = None) -> None:
+        self._axis, self._result, self._work, self._join, self._keep = axis, result, work, join, keep
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            started = self._axis.clock.start()
+            self._work.wait()
+            self._axis.clock.stop(self._axis.name, started)
+            self._work = self._keep = None
+            if self._join is not None:
+                dim = self._join
+                self._result = self._result.movedim(0, dim).flatten(dim, dim + 1)
+        return self._result
+
+
+class Mesh:
+    """This rank's coordinate in a layout and its axes. Groups are made on first use, in the same order on all members."""
+
+    def __init__(self, layout: Layout, rank: int, device: Device) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.device = device
+        self.coordinate = layout.coordinate(rank)
+        self.clock = Stopwatch(device)
+        self.phase = "setup"
+        """What the step is doing now: the ledger files every collective under it."""
+        self._axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
+
+    def axis(self, name: str, size: int | None = None) -> Axis:
+        """The axis `name` from here; with `size`, runs of that many consecutive members of it."""
+        return self._make(name, self.layout.group_of(name, self.rank, size))
+
+    def edge(self, source: int, destination: int, purpose: str) -> Axis:
+        """A two-rank group on axis pp that carries one kind of message one way.
+
+        One group per directed edge and purpose: a send never queues behind a receive, on any backend.
+        """
+        return self._make("pp", (source, destination), purpose)
+
+    def axis_name_of(self, group_name: str) -> str:
+        """The axis that a process group belongs to: how the ledger names what torch dispatches."""
+        for axis in self._axes.values():
+            if axis.group is not None and axis.group.group_name == group_name:
+                return axis.name
+        return "world"
+
+    def _make(self, name: str, ranks: tuple[int, ...], purpose: str = "") -> Axis:
+        key = (name + purpose, ranks)
+        if key not in self._axes:
+            self._axes[key] = Axis(name, ranks, self.rank, self.clock)
+        return self._axes[key]
+
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""How long a collective may take before its rank gives up."""

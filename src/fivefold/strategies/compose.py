@@ -1,0 +1,102 @@
+"""The order in which the strategies act, torch-free: legality, the parameter table, the predicted communication.
+
+    check            data, pipeline, tensor, in this order: the first rule that is broken is the one that is told
+    parameter_table  one device -> pipeline (stage, ties) -> tensor (cut, sums) -> data (sums)
+    predict_events   what one rank dispatches in one training step; equal to the ledger of a run
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fivefold.core.events import Event, Events
+from fivefold.core.execution import microbatches
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import ModelSpec, beyond_plain_decoder
+from fivefold.core.plan import Plan
+from fivefold.core.sharding import ParameterRow, parameters
+from fivefold.errors import LayoutError, ModelError
+from fivefold.strategies.data import rules as data
+from fivefold.strategies.pipeline import rules as pipeline
+from fivefold.strategies.pipeline.placement import stage_layers
+from fivefold.strategies.pipeline.schedules import rank_actions
+from fivefold.strategies.tensor import rules as tensor
+from fivefold.units import MIB
+
+
+def check(plan: Plan) -> None:
+    """Whether this plan can be run. Raises: ModelError, LayoutError or WorkloadError with the numbers."""
+    spec, layout = plan.model, plan.layout
+    check_model(spec)
+    if plan.workload.seq_len > spec.max_positions:
+        raise LayoutError(
+            f"sequence length {plan.workload.seq_len} exceeds the {spec.max_positions} positions of {spec.name}"
+        )
+    data.check(layout)
+    pipeline.check(spec, layout, plan.workload.seq_len)
+    tensor.check(spec, layout, plan.workload.seq_len)
+    microbatches(plan.workload, layout, plan.execution)
+
+
+def check_model(spec: ModelSpec) -> None:
+    """Raises: ModelError naming what the decoder does not compute."""
+    beyond = beyond_plain_decoder(spec)
+    if beyond:
+        raise ModelError(f"{spec.name} cannot be run yet: it has {', '.join(beyond)}; its size can be shown by 'model show'")
+
+
+def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:
+    """All parameters of the model under this layout, one row for each copy that a stage owns."""
+    rows = pipeline.place(parameters(spec), spec, layout, seq_len)
+    return tuple(data.place(tensor.place(row, spec, layout), layout) for row in rows)
+
+
+def rows_of(table: tuple[ParameterRow, ...], layout: Layout, pp_rank: int) -> dict[int, list[ParameterRow]]:
+    """The rows of one pipeline rank, by chunk."""
+    return {chunk: [row for row in table if row.stage == chunk] for chunk in layout.virtual_stages_of(pp_rank)}
+
+
+def predict_events(plan: Plan, rank: int) -> Events:
+    """Every collective, send and receive of one training step on one rank (set-up apart)."""
+    layout, execution = plan.layout, plan.execution
+    pp_rank = layout.coordinate(rank)["pp"]
+    count = microbatches(plan.workload, layout, execution)
+    tokens = execution.micro_batch * plan.workload.seq_len
+    dtype, itemsize = execution.dtype, execution.itemsize_bytes
+    chunks = rows_of(parameter_table(plan.model, layout, plan.workload.seq_len), layout, pp_rank)
+    rows = [row for chunk in chunks.values() for row in chunk]
+    layers = stage_layers(plan.model, layout, plan.workload.seq_len)
+    events: Events = Counter()
+    for chunk, chunk_rows in chunks.items():
+        passes = tensor.predict_chunk(
+            plan.model, layout, layers=len(layers[chunk]), first=chunk == 0, last=chunk == layout.stages - 1,
+            tokens=tokens, dtype=dtype, itemsize=itemsize,
+        )  # fmt: skip
+        events.update({event: n * count for event, n in passes.items()})
+        events += data.predict_reduction(chunk_rows, layout, int(execution.bucket_mib * MIB), dtype, itemsize)
+    events += pipeline.predict_transfers(
+        rank_actions(layout, pp_rank, count),
+        tokens=tokens // layout.tp if layout.sequence_parallel else tokens,
+        hidden=plan.model.hidden, dtype=dtype, itemsize=itemsize,
+    )  # fmt: skip
+    events += tensor.predict_gradient_sums(rows, layout, dtype, itemsize)
+    events += pipeline.predict_tie(rows, layout, dtype, itemsize)
+    return events + _predict_scalars(layout)
+
+
+def _predict_scalars(layout: Layout) -> Events:
+    """The few numbers that every step agrees on, 8 bytes each.
+
+    metrics: the count of valid tokens (data) before the step; the sum of losses (data, then pp) after it.
+    norm:    the squared gradient norm (tp, then pp).
+    """
+    events: Events = Counter()
+    if layout.data > 1:
+        events[Event("metrics", "data", "all_reduce", "int64", 8)] += 1
+        events[Event("metrics", "data", "all_reduce", "float64", 8)] += 1
+    if layout.pp > 1:
+        events[Event("metrics", "pp", "all_reduce", "float64", 8)] += 1
+    for axis in ("tp", "pp"):
+        if layout.degree(axis) > 1:
+            events[Event("norm", axis, "all_reduce", "float64", 8)] += 1
+    return events

@@ -1,0 +1,66 @@
+"""Pipeline parallelism: which stage owns each parameter, what crosses between stages, what is legal.
+
+Between two neighbouring stages travel, per microbatch, the hidden states forward and their gradient backward:
+b*S*D elements each, b*S/tp*D under sequence parallelism. Tied embeddings on two stages are two copies with the same
+values; their gradients are summed once per step over {first, last} stage (axis tie).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from fivefold.core.events import Event, Events
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import ModelSpec
+from fivefold.core.sharding import ParameterRow
+from fivefold.errors import LayoutError
+from fivefold.strategies.pipeline.placement import stage_layers
+from fivefold.strategies.pipeline.schedules import SCHEDULES, Action
+
+
+def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    """Raises: LayoutError for a schedule that cannot be run yet, or a placement that does not fit the layers."""
+    if layout.schedule not in SCHEDULES or layout.chunks > 1:
+        chunks = f"*{layout.chunks}" if layout.chunks > 1 else ""
+        raise LayoutError(
+            f"schedule {layout.schedule}{chunks} cannot be run yet; schedules that can: {', '.join(SCHEDULES)}"
+        )
+    stage_layers(spec, layout, seq_len)
+
+
+def place(rows: tuple[ParameterRow, ...], spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:
+    """Fill the stage column; a tied embedding whose stages are on two ranks becomes two rows."""
+    stage_of = {layer: stage for stage, layers in enumerate(stage_layers(spec, layout, seq_len)) for layer in layers}
+    last = layout.stages - 1
+    placed = []
+    for row in rows:
+        parts = row.name.split(".")
+        stage = stage_of[int(parts[1])] if parts[0] == "layers" else 0 if row.role == "embedding" else last
+        placed.append(replace(row, stage=stage))
+    if spec.tied_embeddings and layout.owner_of(0) != layout.owner_of(last):
+        embedding = placed[0]
+        copy = replace(embedding, name="head.weight", stage=last, tied_to=embedding.name)
+        sums = {**embedding.sums, "tie": None}
+        placed = [replace(embedding, sums=sums), *placed[1:], replace(copy, sums=sums)]
+    return tuple(placed)
+
+
+def predict_transfers(actions: list[Action], *, tokens: int, hidden: int, dtype: str, itemsize: int) -> Events:
+    """SEND and RECV events of one rank's action list; `tokens` are those of one message (b*S, or b*S/tp under SP)."""
+    events: Events = Counter()
+    for action in actions:
+        direction, _, way = action.kind.partition("_")
+        if direction in ("SEND", "RECV"):
+            phase = "forward" if way == "F" else "backward"
+            events[Event(phase, "pp", direction.lower(), dtype, tokens * hidden * itemsize)] += 1  # type: ignore[arg-type]
+    return events
+
+
+def predict_tie(rows: list[ParameterRow], layout: Layout, dtype: str, itemsize: int) -> Events:
+    """One all-reduce per step of the tied gradient on each of the two ranks that hold a copy."""
+    return Counter(
+        Event("reduce", "tie", "all_reduce", dtype, row.local_elements(layout) * itemsize)
+        for row in rows
+        if "tie" in row.sums
+    )

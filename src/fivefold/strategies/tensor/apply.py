@@ -1,0 +1,41 @@
+"""Tensor parallelism acts on a finished model: modules are found by role and replaced; then gradients are completed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.sharding import ParameterRow
+from fivefold.nn.roles import DECODER_ROLES, modules_with_role, replace_module
+from fivefold.runtime.mesh import Mesh
+from fivefold.strategies.tensor import rules
+from fivefold.strategies.tensor.linear import ColumnParallel, RowParallel
+from fivefold.strategies.tensor.vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyLoss
+
+
+def apply(model: nn.Module, mesh: Mesh, vocab: int, roles: Mapping[str, str] = DECODER_ROLES) -> None:
+    """Replace the modules that tensor parallelism changes. At tp = 1 nothing is touched.
+
+    The parameters keep their names; their local shapes are those of the parameter table.
+    """
+    axis, sp = mesh.axis("tp"), mesh.layout.sequence_parallel
+    if axis.degree == 1:
+        return
+    replacements = {"column": ColumnParallel, "row": RowParallel, "embedding": VocabularyEmbedding, "head": VocabularyHead}
+    for role, replacement in replacements.items():
+        for name, module in modules_with_role(model, role, roles):
+            replace_module(model, name, replacement(module, axis, sequence_parallel=sp))
+    for name, _ in modules_with_role(model, "loss", roles):
+        replace_module(model, name, VocabularyLoss(axis, vocab))
+
+
+def sum_gradients(gradients: list[tuple[ParameterRow, Tensor]], mesh: Mesh) -> None:
+    """Complete, in place, the gradients of which each tp rank holds a part: one all-reduce for each group of ranks."""
+    by_name = {row.name: gradient for row, gradient in gradients}
+    for size, rows in rules.gradient_sums([row for row, _ in gradients]).items():
+        parts = [by_name[row.name] for row in rows]
+        flat = mesh.axis("tp", size).all_reduce(torch.cat([part.flatten() for part in parts]))
+        for part, total in zip(parts, flat.split([part.numel() for part in parts])):
+            part.copy_(total.view_as(part))

@@ -1,0 +1,137 @@
+"""Tensor parallelism: what may be cut, what is cut, and what it communicates.
+
+Megatron's cut (Shoeybi et al. 2019, section 3) with sequence parallelism (Korthikanti et al. 2022, section 4.2.2):
+
+    q, k, v, gate, up       by output features (heads)       column: input gathered over the sequence
+    attention_output, down  by input features                row: partial sums reduce-scattered over the sequence
+    embedding, head         by vocabulary, padded to tp      the logits are never gathered
+    norms, row biases       replicated                       under SP they see S/tp tokens: gradient summed over tp
+
+KV heads: when tp is a multiple of kv_heads, tp/kv_heads neighbours hold the same head (its memory does not fall) and
+each sees its own query heads only, so the gradient is summed over these neighbours.
+
+Letters: b micro-batch, S sequence, D hidden, V vocabulary; x bytes of one element.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from fivefold.core.events import Event, Events
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import AttentionSpec, ModelSpec
+from fivefold.core.sharding import ParameterRow, Shard
+from fivefold.errors import LayoutError, nearest_numbers
+
+COLUMN = ("q", "k", "v", "gate", "up")
+ROW = ("attention_output", "down")
+VOCABULARY = ("embedding", "head")
+
+
+def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    """Raises: LayoutError naming the size that tp does not divide and the nearest degrees that do."""
+    tp = layout.tp
+    if tp == 1:
+        return
+    legal = [d for d in range(1, 4 * tp + 1) if not _broken(spec, d)]
+    for size, name in _broken(spec, tp):
+        raise LayoutError(
+            f"tp{tp} does not fit {spec.name}: {name} = {size} is not divisible by {tp}; "
+            f"nearest legal tp: {nearest_numbers(tp, legal)}"
+        )
+    if layout.sequence_parallel and seq_len % (tp * layout.cp):
+        step = tp * layout.cp
+        raise LayoutError(
+            f"sequence length {seq_len} is not divisible by tp*cp = {step}, which sequence parallelism needs; "
+            f"nearest: {seq_len // step * step or step} or {-(-seq_len // step) * step}, or add 'nosp'"
+        )
+
+
+def _broken(spec: ModelSpec, tp: int) -> list[tuple[int, str]]:
+    """(size, name) of everything that this degree does not divide."""
+    broken = []
+    for block in spec.blocks:
+        attention = block.attention
+        if isinstance(attention, AttentionSpec):
+            if attention.heads % tp:
+                broken.append((attention.heads, "heads"))
+            if attention.kv_heads % tp and tp % attention.kv_heads:
+                broken.append((attention.kv_heads, "kv_heads (nor is tp a multiple of it)"))
+        if block.mlp.ffn % tp:
+            broken.append((block.mlp.ffn, "ffn"))
+    return broken
+
+
+def kv_replicas(kv_heads: int, tp: int) -> int:
+    """How many neighbours on axis tp hold the same KV head."""
+    return max(1, tp // kv_heads)
+
+
+def place(row: ParameterRow, spec: ModelSpec, layout: Layout) -> ParameterRow:
+    """Fill the tp columns of one row: how it is cut, and over whom its gradient is summed."""
+    if layout.tp == 1:
+        return row
+    if row.role in COLUMN:
+        replicas = 1
+        if row.role in ("k", "v"):
+            attention = spec.blocks[int(row.name.split(".")[1])].attention
+            assert isinstance(attention, AttentionSpec)
+            replicas = kv_replicas(attention.kv_heads, layout.tp)
+        sums = {**row.sums, "tp": replicas} if replicas > 1 else row.sums
+        return replace(row, placement={**row.placement, "tp": Shard(0, replicas)}, sums=sums)
+    if row.role in VOCABULARY:
+        return replace(row, placement={**row.placement, "tp": Shard(0)})
+    if row.role in ROW and not row.is_bias:
+        return replace(row, placement={**row.placement, "tp": Shard(1)})
+    # Replicated. Heads are cut even without SP, so a norm on heads sees only some of them on each rank.
+    partial = layout.sequence_parallel or row.role == "head_norm"
+    return replace(row, sums={**row.sums, "tp": None}) if partial else row
+
+
+def predict_chunk(
+    spec: ModelSpec, layout: Layout, *, layers: int, first: bool, last: bool, tokens: int, dtype: str, itemsize: int
+) -> Events:
+    """Events of one microbatch (`tokens` = b*S) through one virtual stage, forward and backward.
+
+    Per layer with SP:    forward 2 all-gathers + 2 reduce-scatters, backward 4 all-gathers (two of them gather the
+                          input again, which is not kept) + 2 reduce-scatters, each b*S*D*x bytes.
+    Per layer, nosp:      2 all-reduces forward, 2 backward, the same bytes.
+    Embedding and head:   as a row and a column; the loss adds two all-reduces of b*S and 2*b*S elements.
+    """
+    if layout.tp == 1:
+        return Counter()
+    size = tokens * spec.hidden * itemsize
+    count: Counter[tuple[str, str]] = Counter()
+    if layout.sequence_parallel:
+        count["forward", "all_gather"] = 2 * layers + last
+        count["forward", "reduce_scatter"] = 2 * layers + first
+        count["backward", "all_gather"] = 4 * layers + first + last
+        count["backward", "reduce_scatter"] = 2 * layers + last
+    else:
+        count["forward", "all_reduce"] = 2 * layers + first
+        count["backward", "all_reduce"] = 2 * layers + last
+    events = Counter({Event(p, "tp", op, dtype, size): n for (p, op), n in count.items() if n})  # type: ignore[arg-type]
+    if last:
+        wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
+        events[Event("forward", "tp", "all_reduce", wide, tokens * wide_size)] += 1
+        events[Event("forward", "tp", "all_reduce", wide, 2 * tokens * wide_size)] += 1
+    return events
+
+
+def gradient_sums(rows: list[ParameterRow]) -> dict[int | None, list[ParameterRow]]:
+    """The rows whose gradients are summed over tp, by the size of the runs (None: the whole axis)."""
+    groups: dict[int | None, list[ParameterRow]] = {}
+    for row in rows:
+        if "tp" in row.sums:
+            groups.setdefault(row.sums["tp"], []).append(row)
+    return groups
+
+
+def predict_gradient_sums(rows: list[ParameterRow], layout: Layout, dtype: str, itemsize: int) -> Events:
+    """One all-reduce per step for each group of `gradient_sums`, of all its gradients in one buffer."""
+    events: Events = Counter()
+    for group in gradient_sums(rows).values():
+        size = sum(row.local_elements(layout) for row in group) * itemsize
+        events[Event("reduce", "tp", "all_reduce", dtype, size)] += 1
+    return events

@@ -1,0 +1,279 @@
+"""What a training run is asked to do: a YAML file, and `key=value` changes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from fivefold.core.execution import DType, Execution, microbatches
+from fivefold.core.layout import Layout
+from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive
+from fivefold.core.value import Value, describe
+from fivefold.core.workload import Workload
+from fivefold.errors import ConfigError, nearest
+from fivefold.units import KIB, format_bytes
+
+CONFIG_LIMIT_BYTES = 64 * KIB
+"""A training config is a page of text; anything larger is the wrong file."""
+
+COMMAND_LINE = "command line"
+
+AUTO_MICROBATCH_TOKENS = 8192
+"""`micro_batch: auto` keeps a microbatch within so many tokens: large enough for full matmuls on a GPU."""
+
+AUTO_MICROBATCHES_PER_STAGE = 4
+"""`micro_batch: auto` under a pipeline: 4*pp microbatches keep the bubble (p-1)/(p-1+4p) below 1/5."""
+
+
+def _rows_or_auto(value: object) -> object:
+    """Checked before the union, whose own complaint would list the two types that it tried."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError("Input should be an integer of at least 1, or 'auto'")
+
+
+MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_rows_or_auto)]
+
+
+class LogConfig(Value):
+    """What a run tells, and where."""
+
+    every: Positive = 1
+    """Steps between two lines of metrics."""
+    metrics: Path | None = None
+    """File that gets one JSON object per logged step; null: none."""
+    records: Name | None = "default"
+    """Store of runs: `default` (the one that `fivefold runs` reads), a path, or null (not recorded)."""
+
+
+class TrainConfig(Value):
+    """A training run. Everything has a default but the model.
+
+    Raises: LayoutError for a layout that cannot be formed, WorkloadError for a global batch that does not
+    divide.
+    """
+
+    model: Name
+    """A preset such as `tiny-llama`, or the path of a Hugging Face `config.json`."""
+    layout: Layout = Layout()
+    """How the job is cut, as text: `dp2 tp2 pp2:1f1b`."""
+    seq_len: Annotated[Integer, Field(ge=2)] = 128
+    """Tokens in a sample (one more is read, for the last label)."""
+    global_batch: Positive = 16
+    """Samples in a step, over all ranks and microbatches."""
+    micro_batch: MicroBatch = 1
+    """Samples that one data rank computes at a time; `auto`: see `microbatch_rows`."""
+    steps: Positive = 100
+    """Optimizer steps in the run."""
+    seed: Annotated[Integer, Field(ge=0, lt=2**63)] = 0
+    """Of the initial weights and of the order of samples; neither depends on the layout."""
+    dtype: DType = "float32"
+    """Of parameters and of arithmetic."""
+    data: Name = "builtin"
+    """`builtin` (source code of this Python installation), or a text file, a folder, a glob."""
+    data_limit_mib: Annotated[Number, Field(gt=0)] = 16.0
+    """At most so many MiB of text are read; what lies beyond is left out."""
+    bucket_mib: Annotated[Number, Field(gt=0)] = 25.0
+    """Gradients are reduced over data ranks in buckets of about so many MiB."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        microbatches(self.workload, self.layout, self.execution)
+        return self
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(seq_len=self.seq_len, global_batch=self.global_batch)
+
+    @property
+    def execution(self) -> Execution:
+        """With `auto` resolved to a number of rows."""
+        return Execution(
+            micro_batch=self.microbatch_rows,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            bucket_mib=self.bucket_mib,
+        )
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Samples in a microbatch. `auto` takes the most rows that divide a data rank's share, stay within
+        8192 tokens and, with pp > 1, leave at least 4*pp microbatches; one row where nothing does.
+        """
+        if self.micro_batch != "auto":
+            return self.micro_batch
+        share, rest = divmod(self.global_batch, self.layout.dp)
+        if rest:
+            return 1  # no size fits; the rule for batches says so
+        wanted = AUTO_MICROBATCHES_PER_STAGE * self.layout.pp if self.layout.pp > 1 else 1
+        most = min(share // wanted, AUTO_MICROBATCH_TOKENS // self.seq_len)
+        return max((rows for rows in range(1, most + 1) if share % rows == 0), default=1)
+
+
+def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> TrainConfig:
+    """Read a YAML file (None: defaults), then change it by `key=value` texts such as `optimizer.lr=3e-4`.
+
+    A value is read as YAML, or as text where it is no YAML (`data=*.txt`). The last change of a key wins.
+
+    Raises: ConfigError in one line: a file that cannot be read, an unknown key (with the nearest valid one),
+    a wrong type (with key, value and what is expected). LayoutError and WorkloadError as TrainConfig does.
+    """
+    where = COMMAND_LINE if path is None else str(path)
+    data = {} if path is None else _read_file(Path(path))
+    _check_keys(data, where)
+    changed = set()
+    for text in overrides:
+        changed.add(_override(data, text))
+    try:
+        return TrainConfig.model_validate(data)
+    except ValidationError as error:
+        where = _place(error, where, changed)
+        raise ConfigError(_short(f"{where}: {describe(error, TrainConfig)}")) from None
+
+
+def _place(error: ValidationError, where: str, changed: set[str]) -> str:
+    """Whether the first fault lies in the file, on the command line, or in how the two go together."""
+    loc = [str(part) for part in error.errors()[0]["loc"]]
+    if any(".".join(loc[:n]) in changed for n in range(1, len(loc) + 1)):
+        return COMMAND_LINE
+    section = ".".join(loc)
+    if where != COMMAND_LINE and any(key.startswith(f"{section}.") for key in changed):
+        return f"{where} and {COMMAND_LINE}"
+    return where
+
+
+def valid_keys() -> list[str]:
+    """Every key of a training config, sections dotted: `model`, ..., `optimizer.lr`, ..., `log.every`, ..."""
+    keys: list[str] = []
+    for name, field in TrainConfig.model_fields.items():
+        section = _section(field.annotation)
+        keys += [f"{name}.{key}" for key in section.model_fields] if section else [name]
+    return keys
+
+
+def _section(annotation: object) -> type[Value] | None:
+    """The class of a nested section; a Layout is one value (a text), not a section."""
+    if isinstance(annotation, type) and issubclass(annotation, Value) and annotation is not Layout:
+        return annotation
+    return None
+
+
+def _check_keys(data: Mapping[str, Any], where: str) -> None:
+    """Refuse unknown keys, at the top or in a section, before their values are looked at."""
+    for name, value in data.items():
+        field = TrainConfig.model_fields.get(name)
+        if field is None:
+            raise ConfigError(_short(_unknown(name, where)))
+        section = _section(field.annotation)
+        if section is None or not isinstance(value, dict):
+            continue
+        for key in value:
+            if key not in section.model_fields:
+                raise ConfigError(_short(_unknown(f"{name}.{key}", where)))
+
+
+def _unknown(key: str, where: str) -> str:
+    """`lr` means `optimizer.lr`: look for the last word first, then for a likely slip of the hand."""
+    keys = valid_keys()
+    leaf = key.rpartition(".")[2]
+    same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
+    sections = [name for name, field in TrainConfig.model_fields.items() if _section(field.annotation)]
+    hint = f" (did you mean {same_leaf[0]!r}?)" if same_leaf else nearest(key, [*keys, *sections])
+    return f"{where}: unknown key {key!r}{hint or '; valid keys: ' + ', '.join(keys)}"
+
+
+def _override(data: dict[str, Any], text: str) -> str:
+    """Apply one `key=value` to `data` and return the key."""
+    where = COMMAND_LINE
+    key, equals, value_text = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(_short(f"{where}: expected key=value, such as optimizer.lr=3e-4, got {text!r}"))
+    try:
+        value = _parse(value_text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        value = value_text.strip()  # not YAML (`*.txt`): plain text, which the type of the key then judges
+    name, dot, rest = key.partition(".")
+    _check_keys({name: {rest: value}} if dot else {name: value}, where)
+    if not dot:
+        data[name] = value
+        return key
+    if not _section(TrainConfig.model_fields[name].annotation):
+        raise ConfigError(f"{where}: unknown key {key!r}: {name} is one value, not a section")
+    section = data.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(_short(f"{where}: {key} cannot be set, since the file gives {name} as {section!r}"))
+    section[rest] = value
+    return key
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(CONFIG_LIMIT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    if len(raw) > CONFIG_LIMIT_BYTES:
+        raise ConfigError(
+            f"{path}: larger than {format_bytes(CONFIG_LIMIT_BYTES)}; this is no training config"
+        )
+    try:
+        data = _parse(raw.decode("utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(_short(f"{path}: not a YAML file of keys and values: {_one_line(error)}")) from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values, got a {type(data).__name__}")
+    if wrong := [key for key in data if not isinstance(key, str)]:
+        raise ConfigError(_short(f"{path}: keys are text, got {wrong[0]!r}"))
+    return data
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe subset without aliases (they can blow up a small file) and without keys given twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                problem="aliases (*name) are not supported", problem_mark=self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=True)
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} is given twice", problem_mark=node.value[place][0].start_mark
+                )
+        return mapping
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: no Python objects are made
+
+
+def _one_line(error: Exception) -> str:
+    """YAML's complaint as `line 3: ...` rather than as a paragraph."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None)
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}: {problem}"
+
+
+def _short(message: str, limit: int = 600) -> str:
+    """One line, whatever the value inside was."""
+    line = " ".join(message.split())
+    return line if len(line) <= limit else f"{line[:limit]} ..."

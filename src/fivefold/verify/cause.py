@@ -1,0 +1,119 @@
+"""Why two layouts differ: the first module, a clean ratio and what it counts, events that should not be, the axis."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from fivefold.core.layout import Layout
+from fivefold.verify.compare import Errors, Key
+
+CLEAN_RATIO = 100.0
+"""A ratio is clean when what is left at it is below this many times the bound: all else is then explained."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is known about a difference."""
+
+    first_module: str | None
+    ratio: float | None
+    text: str
+
+
+def find_cause(errors: Errors, bound: float, counts: dict[str, int], event_lines: list[str]) -> Cause:
+    """Name the first module that differs and the ratio if it is a clean one.
+
+    `counts`: what a ratio may be (microbatches, dp, ...). Order: missing tensors, forward, backward, update, events.
+    """
+    if errors.missing:
+        names = ", ".join(f"{name} ({quantity})" for quantity, name in errors.missing[:3])
+        more = f" and {len(errors.missing) - 3} more" if len(errors.missing) > 3 else ""
+        return Cause(errors.missing[0][1], None, f"no rank holds all of {names}{more}")
+    for quantity, what, order in _STAGES:
+        bad = [key for key, error in errors.by_tensor.items() if key[0] == quantity and not error <= bound]
+        if bad:
+            return _describe(sorted(bad, key=lambda key: order(key[1])), errors, bound, counts, quantity, what)
+    if event_lines:
+        return Cause(None, None, f"the numbers agree, the communication does not: {'; '.join(event_lines[:3])}")
+    return Cause(None, None, "no single tensor stands out")
+
+
+def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
+    """Set each axis to 1 in turn; the axes without which the difference is gone are the guilty ones."""
+    axes = [axis for axis in ("tp", "cp", "pp", "dp") if layout.degree(axis) > 1]  # type: ignore[arg-type]
+    guilty = [axis for axis in axes if not still_fails(layout.without(axis))]  # type: ignore[arg-type]
+    if len(axes) == 1:
+        return f"axis {axes[0]} (the only one)"
+    if not guilty:
+        return f"the difference stays whichever of {', '.join(axes)} is set to 1"
+    if len(guilty) == 1:
+        return f"axis {guilty[0]}: with {guilty[0]} = 1 the difference is gone"
+    return f"axes {' and '.join(guilty)} together: with either at 1 the difference is gone"
+
+
+def _describe(
+    bad: list[Key], errors: Errors, bound: float, counts: dict[str, int], quantity: str, what: str
+) -> Cause:
+    first = _module_of(bad[0][1])
+    total = sum(key[0] == quantity for key in errors.by_tensor)
+    ratio = _common_ratio(bad, errors, bound)
+    extent = f"all {total}" if len(bad) == total and total > 1 else f"{len(bad)} of {total}"
+    worst = max(errors.by_tensor[key] for key in bad)
+    if quantity in ("loss", "grad_norm"):
+        text = f"{what} differs by {worst:.2g}"
+    else:
+        text = f"{what} of {first} is the first to differ ({extent} differ, worst {worst:.2g})"
+    if ratio is not None:
+        text += f"; {what}: exactly {ratio:.3f}x{_meaning(ratio, counts)}"
+    return Cause(first, ratio, text)
+
+
+def _common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
+    """The ratio that explains every differing tensor, if there is one and it is not 1."""
+    shares = [errors.shares[key] for key in bad if key in errors.shares]
+    if not shares or any(not left <= CLEAN_RATIO * bound for _, left in shares):
+        return None
+    ratio = median(r for r, _ in shares)
+    if any(not math.isclose(r, ratio, rel_tol=CLEAN_RATIO * bound) for r, _ in shares):
+        return None
+    return None if math.isclose(ratio, 1.0, rel_tol=CLEAN_RATIO * bound) else ratio
+
+
+def _meaning(ratio: float, counts: dict[str, int]) -> str:
+    """` = the number of microbatches`, ` = 1 / dp`: what the ratio counts in this job."""
+    names = [name for name, n in counts.items() if n > 1 and math.isclose(ratio, n, rel_tol=1e-3)]
+    names += [f"1 / {name}" for name, n in counts.items() if n > 1 and math.isclose(ratio, 1 / n, rel_tol=1e-3)]
+    return f", which is {' or '.join(names)}" if names else ""
+
+
+def _module_of(name: str) -> str:
+    return re.sub(r"\.(weight|bias)( .*)?$", "", name)
+
+
+def _forward(name: str) -> tuple[int, int, str]:
+    layer = re.match(r"layers\.(\d+)", name)
+    if layer:
+        return 1, int(layer[1]), name
+    return (0 if name.startswith("embedding") else 2), 0, name
+
+
+def _backward(name: str) -> tuple[int, int, str]:
+    part, layer, rest = _forward(name)
+    return -part, -layer, rest
+
+
+_STAGES = (
+    ("activations", "the output", _forward),
+    ("logits", "the logits", _forward),
+    ("gradients", "the gradient", _backward),
+    ("loss", "the loss", _forward),
+    ("grad_norm", "the gradient norm", _forward),
+    ("weights_sgd", "the weight after an SGD step", _backward),
+    ("moments", "the moment", _backward),
+    ("weights_adamw", "the weight after an AdamW step", _backward),
+)
+"""In the order of cause and effect: what differs first is named."""

@@ -5,13 +5,15 @@ A new torch version that moves one of these breaks this file and its test, and n
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["COLLECTIVE_NAMESPACES", "TorchDispatchMode", "group_name_of", "warm_up_imports"]
+__all__ = ["COLLECTIVE_NAMESPACES", "TorchDispatchMode", "default_timeout", "group_name_of", "warm_up_imports"]
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Operator namespaces through which every collective of torch is dispatched."""
@@ -27,6 +29,13 @@ def group_name_of(argument: Any) -> str | None:
         except (RuntimeError, TypeError):
             return None
     return None
+
+
+def default_timeout(device: torch.device) -> timedelta:
+    """The timeout that the job was started with. A new group does not inherit it: it takes the backend's own."""
+    assert dist.group.WORLD is not None
+    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
+    return timeout
 
 
 def warm_up_imports() -> None:

@@ -10,7 +10,7 @@ def format_bytes(n_bytes: float) -> str:
     """Binary units: `1536` -> `1.5 KiB`."""
     for size, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(n_bytes) >= size:
-            return f"{n_bytes / size:.3g} {name}" if abs(n_bytes) < 1000 * size else f"{n_bytes / size:.0f} {name}"
+            return f"{_figures(n_bytes / size)} {name}"
     return f"{n_bytes:.0f} B"
 
 
@@ -18,13 +18,18 @@ def format_count(n: float) -> str:
     """Decimal units: `1_540_000` -> `1.54 M`."""
     for size, name in ((TERA, "T"), (GIGA, "G"), (MEGA, "M"), (KILO, "k")):
         if abs(n) >= size:
-            return f"{n / size:.3g} {name}"
-    return f"{n:.3g}"
+            return f"{_figures(n / size)} {name}"
+    return _figures(n)
 
 
 def format_seconds(seconds: float) -> str:
     """`0.0021` -> `2.1 ms`."""
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {name}"
-    return f"{seconds:.3g} s"
+            return f"{_figures(seconds / size)} {name}"
+    return f"{_figures(seconds / 1e-6)} us" if seconds else "0 s"
+
+
+def _figures(x: float) -> str:
+    """Three significant figures, or all digits before the point; an exponent only below 0.0001."""
+    return f"{x:.3g}" if abs(x) < 999.5 else f"{x:.0f}"

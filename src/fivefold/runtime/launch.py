@@ -60,8 +60,8 @@ def run_ranks(
     """
     kind = device_kind(device)
     check_device_count(kind, ranks)
-    warm_up_imports()
     listener = _listen(port)
+    warm_up_imports()
     context = get_context("fork")
     pipes: list[Connection] = []
     processes = []
@@ -87,12 +87,15 @@ def run_ranks(
 def _listen(port: int | None) -> socket.socket:
     """A listening socket that rank 0 inherits: the port is ours from here on, so nobody can take it in between."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Linux refuses a port on which somebody listens all the same; this only allows one that a past run used.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port or 0))
         listener.listen(1024)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        raise LaunchError(f"port {port} cannot be used ({error.strerror}); leave --port out to take a free one") from None
+        reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+        raise LaunchError(f"port {port} cannot be used ({reason}); leave --port out to take a free one") from None
     return listener
 
 
@@ -125,15 +128,19 @@ def _child(
         )
         listener.close()
         dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        outcome: tuple[str, Any] = ("result", function(Rank(rank, ranks, device), *args))
+        failed, report = False, pickle.dumps((time.time(), "result", function(Rank(rank, ranks, device), *args)))
     except BaseException as error:
         reason = error if isinstance(error, UserError) else None
-        outcome = ("error", (reason, _one_line(error), traceback.format_exc()))
+        value = (reason, _one_line(error), traceback.format_exc())
+        failed, report = True, pickle.dumps((time.time(), "error", value))
     with contextlib.suppress(OSError, EOFError):
-        pipe.send_bytes(pickle.dumps((time.time(), *outcome)))
-        if outcome[0] == "result":
+        pipe.send_bytes(report)
+        if not failed:
             pipe.recv_bytes()  # leave together: rank 0 holds the store that slower ranks still need
-    os._exit(0 if outcome[0] == "result" else 1)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(failed)
 
 
 def _collect(pipes: list[Connection], processes: list[Any]) -> list[Any]:
@@ -160,7 +167,8 @@ def _collect(pipes: list[Connection], processes: list[Any]) -> list[Any]:
         _, rank, user_error, line, details = min(failures, key=lambda failure: failure[:2])
         raise user_error or RankFailure(rank, line, details)
     for pipe in pipes:
-        pipe.send_bytes(b"leave")
+        with contextlib.suppress(OSError):
+            pipe.send_bytes(b"leave")
     for process in processes:
         process.join(timeout=5)
     return [results[rank] for rank in range(len(pipes))]
@@ -219,25 +227,28 @@ def joined_rank(device: str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> I
     Raises: LaunchError naming the variable that is missing or wrong, or the port that is in use.
     """
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    _number("MASTER_PORT")
+    if rank >= world_size:
+        raise LaunchError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun, or set both")
     local_rank = _number("LOCAL_RANK", rank)
     local_ranks = _number("LOCAL_WORLD_SIZE", local_rank + 1)
     chosen = select_device(device_kind(device), local_rank, local_ranks)
     chosen.activate()
     try:
         dist.init_process_group(chosen.backend, timeout=timeout)
-    except (dist.DistNetworkError, ValueError) as error:
+    except (dist.DistError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        reason = "the port is in use" if "EADDRINUSE" in str(error) else _one_line(error)
-        raise LaunchError(f"cannot meet the other ranks at {address}: {reason}; set MASTER_PORT to a free port") from None
-    try:
-        yield Rank(rank, world_size, chosen)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+        in_use = "the port is in use; set MASTER_PORT to a free one"
+        reason = in_use if "EADDRINUSE" in str(error) else _one_line(error)
+        raise LaunchError(f"cannot meet the other ranks at {address}: {reason}") from None
+    # A rank that fails leaves as it is: taking the group down in order would wait for the others.
+    yield Rank(rank, world_size, chosen)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdigit():
+    if not text.isdecimal():
         raise LaunchError(f"{name}={text!r} is not a number; start with torchrun, or use --ranks on one machine")
     return int(text)

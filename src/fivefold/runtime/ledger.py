@@ -22,16 +22,21 @@ OPERATIONS = {
     "allreduce_coalesced_": "all_reduce",
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather",
     "allgather_coalesced_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
@@ -41,14 +46,17 @@ OPERATIONS = {
     "scatter_": "scatter",
     "gather_": "gather",
     "send": "send",
+    "isend": "send",
     "recv_": "recv",
     "recv_any_source_": "recv",
+    "irecv": "recv",
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
 """Operator of torch -> the name it has in an event. An operator that is not listed is written under its own name."""
 
-NOT_COMMUNICATION = {"wait_tensor"}
+NOT_COMMUNICATION = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+"""Operators of the same namespaces that send nothing."""
 
 
 class Ledger(TorchDispatchMode):
@@ -62,26 +70,32 @@ class Ledger(TorchDispatchMode):
         """The same events in the order of their dispatch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func.namespace in COLLECTIVE_NAMESPACES:
             name = func.overloadpacket.__name__
             if name not in NOT_COMMUNICATION:
-                self._write(name, [*args, *(kwargs or {}).values()])
-        return func(*args, **(kwargs or {}))
+                self._write(name, [*args, *(kwargs or {}).values()], result)
+        return result
 
-    def _write(self, name: str, arguments: list[Any]) -> None:
+    def _write(self, name: str, arguments: list[Any], result: Any) -> None:
         groups = [a if isinstance(a, str) else group_name_of(a) for a in arguments]
         known = [self.mesh.axis_name_of(g) for g in groups if g]
-        tensors = list(_tensors(arguments))
-        largest = max(tensors, key=lambda t: t.numel() * t.itemsize, default=None)
+        # A list of tensors is one buffer in parts. Functional collectives return theirs, the others fill an argument.
+        buffers = [tensors for value in (*arguments, result) if (tensors := list(_tensors(value)))]
+        largest = max(buffers, key=_bytes, default=[])
         event = Event(
             phase=self.mesh.phase,
             axis=next((axis for axis in known if axis != "world"), "world"),
             op=OPERATIONS.get(name, name),
-            dtype="none" if largest is None else str(largest.dtype).removeprefix("torch."),
-            bytes=0 if largest is None else largest.numel() * largest.itemsize,
+            dtype=str(largest[0].dtype).removeprefix("torch.") if largest else "none",
+            bytes=_bytes(largest),
         )
         self.events[event] += 1
         self.order.append(event)
+
+
+def _bytes(buffer: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in buffer)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

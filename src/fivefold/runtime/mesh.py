@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.compat import default_timeout
 from fivefold.core.layout import Layout
 from fivefold.runtime.device import Device, Stopwatch
 
@@ -28,7 +29,9 @@ class Axis:
         self.clock = clock
         self.group: dist.ProcessGroup | None = None
         if self.degree > 1:
-            self.group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self.group = dist.new_group(
+                list(ranks), timeout=default_timeout(clock.device.device), use_local_synchronization=True
+            )
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `x` in place over the axis and return it. Comm: one all-reduce of x."""
@@ -59,6 +62,7 @@ class Axis:
 
     def reduce_scatter_start(self, x: Tensor, dim: int) -> Handle:
         """Begin `reduce_scatter`; `wait` returns this rank's part."""
+        dim %= x.ndim
         parts = x.unflatten(dim, (self.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
         out = parts.new_empty(parts.shape[0] // self.degree, *parts.shape[1:])
         work = dist.reduce_scatter_single(out, parts, group=self._active, async_op=True)

@@ -24,7 +24,9 @@ class Cause:
     text: str
 
 
-def find_cause(errors: Errors, bound: float, counts: dict[str, int], event_lines: list[str]) -> Cause:
+def find_cause(
+    errors: Errors, bound: float, counts: dict[str, int], event_lines: list[str], not_judged: tuple[str, ...] = ()
+) -> Cause:
     """Name the first module that differs and the ratio if it is a clean one.
 
     `counts`: what a ratio may be (microbatches, dp, ...). Order: missing tensors, forward, backward, update, events.
@@ -34,6 +36,8 @@ def find_cause(errors: Errors, bound: float, counts: dict[str, int], event_lines
         more = f" and {len(errors.missing) - 3} more" if len(errors.missing) > 3 else ""
         return Cause(errors.missing[0][1], None, f"no rank holds all of {names}{more}")
     for quantity, what, order in _STAGES:
+        if quantity in not_judged:
+            continue
         bad = [key for key, error in errors.by_tensor.items() if key[0] == quantity and not error <= bound]
         if bad:
             return _describe(sorted(bad, key=lambda key: order(key[1])), errors, bound, counts, quantity, what)

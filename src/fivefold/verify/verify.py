@@ -23,12 +23,12 @@ from fivefold.core.plan import Plan
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
 from fivefold.data.batches import SyntheticDataset
-from fivefold.errors import ConfigError, LayoutError
+from fivefold.errors import ConfigError
 from fivefold.runtime.launch import run_ranks
 from fivefold.strategies import compose
 from fivefold.units import format_bytes, format_count
 from fivefold.verify.cause import find_cause, name_axis
-from fivefold.verify.compare import QUANTITIES, Errors, Key, Whole, assemble, compare
+from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
 from fivefold.verify.observe import Observation, observe
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
@@ -100,44 +100,14 @@ class Reference:
         """Run `plan` on the same data and compare; on failure, say why."""
         check_size(plan)
         observations = self._run(plan)
-        errors = compare(observations, self.wholes)
-        lines = event_differences(plan, observations)
-        dtype = plan.execution.dtype
-        bound = BOUNDS[dtype]
-        not_judged = ("weights_adamw",) if dtype == "float32" else ()
-        quantities = {quantity: errors.of(quantity) for quantity in QUANTITIES}
-        worst = max(error for quantity, error in quantities.items() if quantity not in not_judged)
-        passed = worst <= bound and not lines
-        verdict = Verdict(
-            passed=passed,
-            max_rel_err=worst,
-            layout=plan.layout,
-            against=self.plan.layout,
-            model=plan.model.name,
-            dtype=dtype,
-            bound=bound,
-            steps=self.steps,
-            seq_len=plan.workload.seq_len,
-            global_batch=plan.workload.global_batch,
-            quantities=quantities,
-            absent=tuple(q for q in QUANTITIES if not errors.present(q)),
-            not_judged=not_judged,
-            events_match=not lines,
-            event_differences=tuple(lines),
-        )
-        return verdict if passed else self._explain(plan, verdict, errors, find_axis)
+        verdict = judge(plan, observations, self.wholes, against=self.plan.layout, steps=self.steps)
+        if verdict.passed or not find_axis or plan.layout.world_size == 1:
+            return verdict
 
-    def _explain(self, plan: Plan, verdict: Verdict, errors: Errors, find_axis: bool) -> Verdict:
-        cause = find_cause(errors, verdict.bound, _counts(plan), list(verdict.event_differences))
-        text = cause.text
-        if find_axis and plan.layout.world_size > 1:
+        def still_fails(layout: Layout) -> bool:
+            return not self.judge(plan.replace(layout=layout), find_axis=False).passed
 
-            def still_fails(layout: Layout) -> bool:
-                smaller = plan.replace(layout=layout)
-                return not self.judge(smaller, find_axis=False).passed
-
-            text += f". Guilty: {name_axis(plan.layout, still_fails)}"
-        return verdict.replace(first_module=cause.first_module, ratio=cause.ratio, cause=text)
+        return verdict.replace(cause=f"{verdict.cause}. Guilty: {name_axis(plan.layout, still_fails)}")
 
     def _run(self, plan: Plan) -> list[Observation]:
         dataset = SyntheticDataset(plan.model.vocab, plan.workload.seq_len, self.seed)
@@ -147,6 +117,41 @@ class Reference:
             device=self.device,
         )
         return result
+
+
+def judge(
+    plan: Plan, observations: list[Observation], reference: dict[Key, Whole], *, against: Layout | None = None, steps: int
+) -> Verdict:
+    """Compare what the ranks of `plan` saw with a reference on the same data; on failure, say what is known of why."""
+    errors = compare(observations, reference)
+    lines = event_differences(plan, observations)
+    dtype = plan.execution.dtype
+    bound = BOUNDS[dtype]
+    not_judged = ("weights_adamw",) if dtype == "float32" else ()
+    quantities = {quantity: errors.of(quantity) for quantity in QUANTITIES}
+    worst = max(error for quantity, error in quantities.items() if quantity not in not_judged)
+    passed = worst <= bound and not lines
+    cause = None if passed else find_cause(errors, bound, _counts(plan), lines, not_judged)
+    return Verdict(
+        passed=passed,
+        max_rel_err=worst,
+        layout=plan.layout,
+        against=against or Layout(),
+        model=plan.model.name,
+        dtype=dtype,
+        bound=bound,
+        steps=steps,
+        seq_len=plan.workload.seq_len,
+        global_batch=plan.workload.global_batch,
+        quantities=quantities,
+        absent=tuple(q for q in QUANTITIES if not errors.present(q)),
+        not_judged=not_judged,
+        events_match=not lines,
+        event_differences=tuple(lines),
+        first_module=cause.first_module if cause else None,
+        ratio=cause.ratio if cause else None,
+        cause=cause.text if cause else None,
+    )
 
 
 def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: str) -> tuple[Plan, Plan]:

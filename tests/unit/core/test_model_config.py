@@ -258,3 +258,30 @@ def test_file_and_folder_give_the_same_model_with_a_name(tmp_path: Path) -> None
 def test_a_field_that_the_definition_would_not_obey_is_refused() -> None:
     with pytest.raises(ModelError, match="'num_key_value_heads' is 2; supported: 6"):
         ModelSpec.from_config(of("gpt_neox"))
+
+
+GEMMA2 = of("gemma2", head_dim=8, sliding_window=8)
+ODD = [None, "x", -1, 0, 1.5, True, [], [1], {"a": 1}, 10**30, float("nan"), float("inf"), {"rope_type": {}}]
+PLACES = [
+    "rope_parameters",
+    "rope_scaling",
+    "layer_types",
+    "text_config",
+    "architectures",
+    "partial_rotary_factor",
+]
+
+
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK, GEMMA2], ids=["llama", "deepseek", "gemma2"])
+def test_no_odd_value_gives_anything_but_a_model_or_one_line(config: dict[str, Any]) -> None:
+    for key in [*config, *PLACES]:
+        for value in ODD:
+            assert "\n" not in outcome({**config, key: value})
+
+
+def outcome(config: dict[str, Any]) -> str:
+    """The model's name, or the message of its refusal; any other exception is a fault of the reader."""
+    try:
+        return ModelSpec.from_config(config).name
+    except ModelError as error:
+        return str(error)

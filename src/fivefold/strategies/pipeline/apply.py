@@ -37,9 +37,9 @@ class Trace:
 
     total_s: float = 0.0
     busy_s: float = 0.0
-    """Time inside F and B actions; what is left of the total is waiting for neighbours."""
+    """Time inside F and B actions, less their waiting for a message; the rest of the total is idle."""
     actions: list[tuple[Action, float, float]] = field(default_factory=list)
-    """(action, start, end) relative to the start of the run."""
+    """(action, start, end) relative to the start of the run; an F or B starts when its message is there."""
 
 
 def keep_stage(model: nn.Module, layers: range, *, first: bool, last: bool) -> None:
@@ -89,14 +89,14 @@ class Pipeline:
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.received: dict[tuple[str, int, int], Handle | Tensor] = {}
-        self.sends: list[Handle] = []
+        self.sends: dict[tuple[str, int, int], Handle] = {}
         trace, started = Trace(), time.perf_counter()
         for action in self.actions:
-            begin = time.perf_counter()
+            begin, self.waited_s = time.perf_counter(), 0.0
             getattr(self, f"_{action.kind.lower()}")(action.chunk, action.microbatch)
             end = time.perf_counter()
-            trace.actions.append((action, begin - started, end - started))
-        for send in self.sends:
+            trace.actions.append((action, begin - started + self.waited_s, end - started))
+        for send in self.sends.values():
             send.wait()
         trace.total_s = time.perf_counter() - started
         trace.busy_s = sum(e - b for action, b, e in trace.actions if action.kind in ("F", "B"))
@@ -121,6 +121,7 @@ class Pipeline:
             self.before_last_backward(chunk)
         out = self.outputs.pop((chunk, j))
         grad = self.scale if chunk == self.last_stage else self._take("B", chunk, j)
+        self._let_go("F", chunk, j)  # its gradient is here, so it has arrived
         torch.autograd.backward(out, grad)
         if chunk > 0:
             grad = self.inputs.pop((chunk, j)).grad
@@ -138,17 +139,24 @@ class Pipeline:
         self._receive("B", chunk + 1, chunk, j)
 
     def _send_f(self, chunk: int, j: int) -> None:
-        self._send("F", chunk, chunk + 1, self.outputs[chunk, j].detach())
+        self._send("F", chunk, chunk + 1, j, self.outputs[chunk, j].detach())
 
     def _send_b(self, chunk: int, j: int) -> None:
         grad = self.received.pop(("B", chunk - 1, j))
         assert isinstance(grad, Tensor)
-        self._send("B", chunk, chunk - 1, grad)
+        self._let_go("B", chunk, j - 1)
+        self._send("B", chunk, chunk - 1, j, grad)
 
-    def _send(self, way: str, source: int, target: int, message: Tensor) -> None:
+    def _send(self, way: str, source: int, target: int, j: int, message: Tensor) -> None:
         self.mesh.phase = "forward" if way == "F" else "backward"
         axis, to = self.edges[way, source, target]
-        self.sends.append(axis.send_start(message.contiguous(), to))
+        self.sends[way, source, j] = axis.send_start(message.contiguous(), to)
+
+    def _let_go(self, way: str, source: int, j: int) -> None:
+        """Forget a message that was sent, so that messages in flight stay as few as the schedule promises."""
+        send = self.sends.pop((way, source, j), None)
+        if send is not None:
+            send.wait()
 
     def _receive(self, way: str, source: int, target: int, j: int) -> None:
         self.mesh.phase = "forward" if way == "F" else "backward"
@@ -164,7 +172,10 @@ class Pipeline:
     def _take(self, way: str, chunk: int, j: int) -> Tensor:
         """What the neighbour sent for (chunk, microbatch); waits for it."""
         message = self.received.pop((way, chunk, j))
-        message = message.wait() if isinstance(message, Handle) else message
+        if isinstance(message, Handle):
+            began = time.perf_counter()
+            message = message.wait()
+            self.waited_s = time.perf_counter() - began
         return message.requires_grad_() if way == "F" else message
 
     def _make_edges(self) -> dict[tuple[str, int, int], tuple[Axis, int]]:

@@ -1,0 +1,65 @@
+"""`fivefold lab`: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option("--max-ranks", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest layout to run.")
+@click.option("--steps", type=click.IntRange(1), default=30, show_default=True, help="Training steps of every layout.")
+@click.option("--model", "-m", default="small-llama", show_default=True, help="A preset, or a path to a config.json.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("lab-report"), show_default=True, help="Folder of the report.")
+@click.option("--records", type=click.Path(path_type=Path), help="The store. Default: as `fivefold runs`.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def command(
+    max_ranks: int, steps: int, model: str, out: Path, records: Path | None, device: str, as_json: bool
+) -> int:
+    """Train a small model on real text under every combination of TP 1/2/4, PP 1/2 and DP 1/2/4.
+
+    Each layout is shown to be the same model as one device (or not: exit code 1), measured, recorded, and drawn in
+    OUT/report.html, which opens offline. The text is the source code of this Python installation.
+    """
+    from fivefold.catalog.models import resolve
+
+    spec = resolve(model)
+
+    from fivefold.lab.lab import Lab
+    from fivefold.records.store import Store
+    from fivefold.report.lab_report import summary_table, verdict
+
+    with Store.open(records) as store:
+        lab = Lab(spec, max_ranks=max_ranks, steps=steps, out=out, store=store, device=device)
+        click.echo(f"{len(lab.layouts)} layouts of {spec.name}, {steps} steps each, on {lab.device} ...", err=True)
+        for layout, reason in lab.refused.items():
+            click.echo(f"left out {layout}: {reason}", err=True)
+        result = lab.run(lambda line: click.echo(line, err=True))
+    report = out / "report.html"
+    if as_json:
+        layouts = [
+            {
+                "layout": one.layout,
+                "passed": one.passed,
+                "tokens_per_s": one.tokens_per_s,
+                "peak_memory_bytes": one.peak_bytes,
+                "comm_frac": one.comm_frac,
+                "max_rel_err": one.max_rel_err,
+                "loss_max_rel_err": one.loss_max_rel_err,
+                "events_match": one.events_match,
+                "error": one.reason,
+            }
+            for one in result.layouts
+        ]
+        click.echo(json.dumps({"passed": result.passed, "report": str(report), "layouts": layouts}, indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        console.print(summary_table(result))
+        console.print(verdict(result), markup=False, highlight=False)
+        console.print(f"report: {report}", markup=False, highlight=False)
+    return 0 if result.passed else 1

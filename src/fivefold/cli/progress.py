@@ -1,0 +1,59 @@
+"""Progress on standard error: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from fivefold.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from fivefold.core.plan import Plan
+    from fivefold.runtime.launch import Rank
+    from fivefold.train.trainer import StepMetrics
+
+PLAIN_EVERY_S = 5.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class TrainProgress:
+    """Shows loss, throughput, FLOP/s, memory and the share of communication."""
+
+    def __init__(self) -> None:
+        self.bar: Bar | None = None
+        self.task: TaskID | None = None
+        self.said = 0.0
+        self.steps = 0
+
+    def start(self, plan: Plan, steps: int, rank: Rank) -> None:
+        self.steps = steps
+        title = f"{plan.model.name} {plan.layout}"
+        if not sys.stderr.isatty():
+            print(f"training {title}: {steps} steps on {rank.world_size} ranks", file=sys.stderr)
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=Console(stderr=True))
+        self.bar.start()
+        self.task = self.bar.add_task("", total=steps, line="")
+
+    def update(self, metrics: StepMetrics, memory_bytes: int) -> None:
+        line = (
+            f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tok/s  "
+            f"{format_count(metrics.flops_per_s)}FLOP/s  {format_bytes(memory_bytes)}  comm {metrics.comm_frac:.0%}"
+        )
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=metrics.step, line=line)
+        elif time.monotonic() - self.said > PLAIN_EVERY_S or metrics.step in (1, self.steps):
+            self.said = time.monotonic()
+            print(f"step {metrics.step}/{self.steps}  {line}", file=sys.stderr)
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,62 @@
+"""`fivefold train`: parse, call, print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("config", required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--ranks", type=click.IntRange(1), help="Ranks to start here; must be those of the layout.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port for the ranks to meet at; default: a free one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def command(
+    config: str | None, overrides: tuple[str, ...], ranks: int | None, device: str, port: int | None, as_json: bool
+) -> int:
+    """Train a model as CONFIG (a YAML file) and key=value OVERRIDES say.
+
+    \b
+      fivefold train examples/train.yaml
+      fivefold train examples/train.yaml layout='dp2 tp2 pp2' steps=50 optimizer.lr=3e-4
+      fivefold train model=tiny-llama layout=tp2
+      torchrun --nproc-per-node 8 -m fivefold train examples/train.yaml layout='dp4 tp2'
+
+    Without a launcher the ranks of the layout are started on this machine.
+    """
+    from fivefold.errors import LaunchError
+    from fivefold.train.config import load_config
+
+    if config is not None and "=" in config and not Path(config).exists():
+        config, overrides = None, (config, *overrides)
+    settings = load_config(config, overrides)
+    if ranks is not None and ranks != settings.layout.world_size:
+        raise LaunchError(
+            f"--ranks {ranks} is not the {settings.layout.world_size} ranks of layout {settings.layout}; "
+            f"leave --ranks out, or change the layout"
+        )
+
+    from fivefold.cli.progress import TrainProgress
+    from fivefold.train.run import train
+
+    outcome = train(settings, device=device, port=port, progress=TrainProgress())
+    if outcome is None:
+        return 0
+    if as_json:
+        click.echo(json.dumps({"layout": str(settings.layout), **dataclasses.asdict(outcome)}, indent=2))
+        return 0
+    from fivefold.units import format_bytes, format_count
+
+    click.echo(
+        f"{outcome.steps} steps: loss {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}, "
+        f"{format_count(outcome.tokens_per_s)} tokens/s, peak memory {format_bytes(outcome.peak_memory_bytes)} a rank, "
+        f"communication {format_bytes(outcome.comm_bytes)} a step"
+    )
+    if outcome.run_id:
+        click.echo(f"recorded as {outcome.run_id}; see: fivefold runs show {outcome.run_id}")
+    return 0

@@ -1,0 +1,201 @@
+"""The lab: every layout of the grid in processes of its own, verified against one device, measured and recorded.
+
+A layout that fails is recorded with its error, and the others go on. One device comes first: it is the reference for
+the first step of every layout and for the losses of its first steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from fivefold.core.cluster import Cluster
+from fivefold.core.events import total_bytes
+from fivefold.core.execution import Execution, microbatches
+from fivefold.core.layout import Layout
+from fivefold.core.model_counts import parameter_counts
+from fivefold.core.model_spec import ModelSpec
+from fivefold.core.optimizer import OptimizerConfig
+from fivefold.core.plan import Plan
+from fivefold.core.workload import Workload
+from fivefold.data.batches import PackedDataset
+from fivefold.data.corpus import load_corpus
+from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.errors import FivefoldError
+from fivefold.lab.grid import grid, legal
+from fivefold.lab.measure import RankReport, measure, timed
+from fivefold.records.machine import machine_facts, versions
+from fivefold.records.store import Store
+from fivefold.report.lab_report import BOUND, JUDGED_STEPS, LabResult, LayoutResult, write_report
+from fivefold.runtime.device import device_kind
+from fivefold.runtime.launch import run_ranks
+from fivefold.strategies.pipeline.schedules import bubble_frac
+from fivefold.units import MIB
+from fivefold.verify.compare import Key, Whole, assemble
+from fivefold.verify.verify import judge
+
+SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH, LEARNING_RATE = 128, 16, 2, 1e-3
+
+Say = Callable[[str], None]
+
+
+class Lab:
+    """Runs the grid for one model. `say` is told each layout's outcome as it comes."""
+
+    def __init__(
+        self, spec: ModelSpec, *, max_ranks: int, steps: int, out: Path, store: Store, device: str, seed: int = 0
+    ) -> None:
+        ByteTokenizer().check_vocab(spec.vocab, model=spec.name)
+        self.spec, self.steps, self.out, self.store, self.seed = spec, steps, out, store, seed
+        self.device = device_kind(device)
+        self.dataset = PackedDataset(load_corpus(limit_bytes=16 * MIB), SEQ_LEN, seed)
+        self.plan = Plan(
+            model=spec,
+            cluster=Cluster.parse("cpu"),
+            workload=Workload(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH),
+            layout=Layout(),
+            execution=Execution(
+                micro_batch=MICRO_BATCH, dtype="float32", optimizer=OptimizerConfig(lr=LEARNING_RATE)
+            ),
+        )
+        self.layouts, self.refused = legal(self.plan, grid(max_ranks))
+        self.reference: dict[Key, Whole] | None = None
+        self.reference_losses: list[float] = []
+
+    def run(self, say: Say) -> LabResult:
+        """All layouts, in order; the report is written anew after each, so that a stopped lab leaves one too."""
+        results: list[LayoutResult] = []
+        for layout in self.layouts:
+            results.append(self._one(layout))
+            say(_line(results[-1], len(results), len(self.layouts)))
+            self.save(results)
+        return self.result(results)
+
+    def save(self, results: list[LayoutResult]) -> None:
+        write_report(self.result(results), self.out)
+
+    def result(self, layouts: list[LayoutResult]) -> LabResult:
+        """What was measured so far."""
+        facts = machine_facts()
+        return LabResult(
+            model=self.spec.name,
+            parameters=parameter_counts(self.spec)["total_parameters"],
+            machine={key: facts.get(key) for key in ("cpu", "cores", "memory")} | {"device": self.device},
+            steps=self.steps,
+            seq_len=SEQ_LEN,
+            global_batch=GLOBAL_BATCH,
+            lr=LEARNING_RATE,
+            versions=versions(),
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            layouts=tuple(layouts),
+        )
+
+    def _one(self, layout: Layout) -> LayoutResult:
+        """Run one layout and record it; a failure becomes part of the result."""
+        plan = self.plan.replace(layout=layout)
+        run = self.store.start(kind="lab", layout=str(layout), model=self.spec.name, plan=plan, machine={"device": self.device})
+        try:
+            reports: list[RankReport] = run_ranks(
+                lambda rank: measure(rank, plan, self.dataset, steps=self.steps, seed=self.seed),
+                ranks=layout.world_size,
+                device=self.device,
+            )
+            result = self._judge(plan, reports)
+        except KeyboardInterrupt:
+            run.finish("interrupted")
+            raise
+        except FivefoldError as error:
+            run.finish("failed", str(error))
+            return LayoutResult(
+                layout=str(layout), ranks=layout.world_size, tp=layout.tp, pp=layout.pp, dp=layout.dp,
+                passed=False, error=str(error), oversubscribed=self._oversubscribed(layout),
+            )  # fmt: skip
+        for rank, report in enumerate(reports):
+            run.log_many([(m.step, rank, m.numbers()) for m in report.metrics])
+        run.result("lab", result)
+        run.finish("finished" if result.passed else "failed", result.reason)
+        return result
+
+    def _judge(self, plan: Plan, reports: list[RankReport]) -> LayoutResult:
+        """Compare with one device (the first layout), and sum up the times."""
+        observations = [report.observation for report in reports]
+        if self.reference is None:
+            self.reference = assemble(observations)
+            self.reference_losses = [m.loss for m in reports[0].metrics]
+        verdict = judge(plan, observations, self.reference, steps=1)
+        losses = [m.loss for m in reports[0].metrics]
+        loss_error = max(
+            abs(a - b) / abs(b) for a, b in zip(losses[:JUDGED_STEPS], self.reference_losses[:JUDGED_STEPS])
+        )
+        layout = plan.layout
+        passed = verdict.passed and loss_error <= BOUND
+        return LayoutResult(
+            layout=str(layout),
+            ranks=layout.world_size,
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.dp,
+            passed=passed,
+            error=verdict.cause,
+            oversubscribed=self._oversubscribed(layout),
+            microbatches=microbatches(plan.workload, layout, plan.execution),
+            events_match=verdict.events_match,
+            max_rel_err=verdict.max_rel_err,
+            loss_max_rel_err=loss_error,
+            losses=tuple(losses),
+            **_times(plan, reports),
+        )
+
+    def _oversubscribed(self, layout: Layout) -> bool:
+        return self.device == "cpu" and layout.world_size > (os.cpu_count() or 1)
+
+
+def _times(plan: Plan, reports: list[RankReport]) -> dict[str, object]:
+    """Throughput, memory, communication and bubble of the timed steps."""
+    ranks = [timed(report.metrics) for report in reports]
+    count = len(ranks[0])
+    step_s = median(m.step_s for m in ranks[0])
+    axes = sorted({axis for steps in ranks for m in steps for axis in m.comm_s})
+    event_axes = sorted({event.axis for report in reports for event in report.events})
+    cpu = tuple(sum(m.cpu_s for m in steps) / count for steps in ranks)
+    layout = plan.layout
+    return {
+        "tokens_per_s": plan.workload.tokens / step_s,
+        "step_time_s": step_s,
+        "cpu_time_s_per_step": sum(cpu),
+        "cpu_s": cpu,
+        "wall_s": tuple(sum(m.step_s for m in steps) / count for steps in ranks),
+        "peak_memory_bytes": tuple(report.peak_memory_bytes for report in reports),
+        "comm_frac": sum(m.comm_frac for steps in ranks for m in steps) / (count * len(ranks)),
+        "comm_s_by_axis": {
+            axis: sum(m.comm_s.get(axis, 0.0) for steps in ranks for m in steps) / (count * len(ranks)) for axis in axes
+        },
+        "comm_bytes_by_axis": {
+            axis: sum(total_bytes(report.events, axis=axis) for report in reports) / len(reports) for axis in event_axes
+        },
+        "bubble_frac": _bubble(ranks) if layout.pp > 1 else None,
+        "bubble_theory": bubble_frac(layout.pp, microbatches(plan.workload, layout, plan.execution))
+        if layout.pp > 1
+        else None,
+    }
+
+
+def _bubble(ranks: list[list[StepMetrics]]) -> float:
+    """Mean over steps of 1 - (time in computations, mean over ranks) / (longest run of the schedule)."""
+    shares = []
+    for moment in zip(*ranks):
+        window = max(m.pipeline_s for m in moment)
+        shares.append(1 - sum(m.busy_s for m in moment) / (len(moment) * window))
+    return sum(shares) / len(shares)
+
+
+def _line(result: LayoutResult, done: int, total: int) -> str:
+    if not result.passed:
+        return f"[{done}/{total}] {result.layout}: FAILED: {result.reason}"
+    return (
+        f"[{done}/{total}] {result.layout}: the same model, error {result.max_rel_err:.1e}, "
+        f"{result.tokens_per_s or 0:,.0f} tokens/s"
+    )

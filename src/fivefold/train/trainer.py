@@ -1,0 +1,126 @@
+"""The training loop of one rank, without any output: engine, data and learning rate give one `StepMetrics` a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from fivefold.core.events import Events, without_setup
+from fivefold.core.model_counts import training_flops
+from fivefold.core.optimizer import lr_at
+from fivefold.core.plan import Plan
+from fivefold.data.batches import Dataset
+from fivefold.engine.engine import Engine, StepResult
+from fivefold.engine.feed import feed
+from fivefold.errors import FivefoldError
+from fivefold.runtime.launch import Rank
+from fivefold.runtime.ledger import Ledger
+from fivefold.runtime.memory import LiveBytes
+from fivefold.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step as one rank saw it. `loss`, `grad_norm` and the throughput are those of the whole job."""
+
+    step: int
+    """From 1."""
+    loss: float
+    grad_norm: float
+    lr: float
+    valid_tokens: int
+    step_s: float
+    cpu_s: float
+    """CPU time of this rank's process, all its threads."""
+    tokens_per_s: float
+    """Of the whole job, masked and padded positions included."""
+    flops_per_s: float
+    """Model FLOPs (forward and backward, causal attention, no recompute) of the whole job."""
+    comm_frac: float
+    """Share of the step in which this rank waited for communication."""
+    comm_s: dict[str, float]
+    pipeline_s: float
+    """From the first action of the schedule to the last, sends included."""
+    busy_s: float
+    """Time inside forward and backward computations."""
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers but the step itself, flat: what a record holds."""
+        flat = {key: value for key, value in asdict(self).items() if key not in ("step", "comm_s")}
+        return {**flat, **{f"comm_{axis}_s": seconds for axis, seconds in self.comm_s.items()}}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the one step that is watched closely needed on this rank."""
+
+    peak_memory_bytes: int
+    """Live tensor bytes on the CPU, allocated bytes on an accelerator."""
+    events: Events
+
+
+class Trainer:
+    """Trains one rank. Iterate over it; every rank of the job must take the same steps.
+
+    The second step is profiled (see `Profile`) and therefore slower: leave it out of any timing.
+    """
+
+    def __init__(self, plan: Plan, rank: Rank, dataset: Dataset, *, steps: int, seed: int) -> None:
+        self.plan, self.dataset, self.steps = plan, dataset, steps
+        self.mesh = Mesh(plan.layout, rank.rank, rank.device)
+        self.engine = Engine(plan, self.mesh, seed=seed)
+        self.tokens = plan.workload.tokens
+        self.flops = training_flops(plan.model, plan.workload.seq_len) * self.tokens
+        self.profiled_step = min(1, steps - 1)
+        """The second step: the first one still makes the optimizer's state."""
+        self.profile: Profile | None = None
+
+    def __iter__(self) -> Iterator[StepMetrics]:
+        for step in range(self.steps):
+            yield self.step(step)
+
+    def step(self, step: int) -> StepMetrics:
+        """Train on global batch `step` (from 0). Raises: FivefoldError where the loss or the norm is not finite."""
+        lr = lr_at(step, self.plan.execution.optimizer, self.steps)
+        cpu = time.process_time()
+        result = self._watched(step, lr) if step == self.profiled_step else self._plain(step, lr)
+        cpu = time.process_time() - cpu
+        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+            raise FivefoldError(
+                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: training diverged; "
+                f"try a smaller optimizer.lr than {self.plan.execution.optimizer.lr:g}"
+            )
+        return self._metrics(step, lr, cpu, result)
+
+    def _plain(self, step: int, lr: float) -> StepResult:
+        return self.engine.step(feed(self.dataset, self.plan, self.mesh, step), lr)
+
+    def _watched(self, step: int, lr: float) -> StepResult:
+        """The same step under the ledger and the count of live bytes: the same numbers, but slower."""
+        device = self.mesh.device
+        device.reset_peak_memory()
+        ledger, live = Ledger(self.mesh), LiveBytes(self.engine.tensors())
+        with live, ledger:
+            result = self._plain(step, lr)
+        self.profile = Profile(device.peak_memory_bytes() or live.peak_bytes, without_setup(ledger.events))
+        return result
+
+    def _metrics(self, step: int, lr: float, cpu_s: float, result: StepResult) -> StepMetrics:
+        seconds = result.step_s
+        return StepMetrics(
+            step=step + 1,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            valid_tokens=result.valid_tokens,
+            step_s=seconds,
+            cpu_s=cpu_s,
+            tokens_per_s=self.tokens / seconds,
+            flops_per_s=self.flops / seconds,
+            comm_frac=min(1.0, sum(result.comm_s.values()) / seconds),
+            comm_s=result.comm_s,
+            pipeline_s=result.trace.total_s,
+            busy_s=result.trace.busy_s,
+        )

@@ -1,0 +1,49 @@
+"""What all tests share: one torch thread per process, the long tail on request, ranks on a mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="also run the whole matrix (make test-all)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--exhaustive"):
+        return
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.skip(reason="long: runs with --exhaustive"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Forked ranks share few cores, and a parent that used threads cannot be forked safely."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def on_mesh() -> Callable[..., list[Any]]:
+    """`on_mesh(function, layout, *args)`: `function(mesh, *args)` on every rank of the layout; results by rank."""
+    from fivefold.core.layout import Layout
+    from fivefold.runtime.launch import Rank, run_ranks
+    from fivefold.runtime.mesh import Mesh
+
+    def run(function: Callable[..., Any], text: str, *args: Any) -> list[Any]:
+        layout = Layout.parse(text)
+
+        def on_rank(rank: Rank) -> Any:
+            return function(Mesh(layout, rank.rank, rank.device), *args)
+
+        return run_ranks(on_rank, ranks=layout.world_size, device="cpu")
+
+    return run

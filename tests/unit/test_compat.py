@@ -1,0 +1,122 @@
+"""Every private torch API, pinned: a new torch version that moves one fails here and names it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fivefold import compat
+from fivefold.compat import COLLECTIVE_NAMESPACES, TorchDispatchMode, default_timeout, group_name_of
+from fivefold.runtime.ledger import NOT_COMMUNICATION, OPERATIONS
+
+TIMEOUT = timedelta(seconds=77)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    yield
+    dist.destroy_process_group()
+
+
+class Spy(TorchDispatchMode):
+    """Keeps (namespace, operator, arguments) of everything that is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func.namespace, func.overloadpacket.__name__, args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_collectives_and_their_group() -> None:
+    group = dist.new_group([0], use_local_synchronization=True)
+    with Spy() as spy:
+        dist.all_reduce(torch.ones(2), group=group)
+    ((namespace, name, arguments),) = [call for call in spy.calls if call[0] in COLLECTIVE_NAMESPACES]
+    assert (namespace, name) == ("c10d", "allreduce_")
+    names = [group_name_of(argument) for argument in arguments]
+    assert [n for n in names if n] == [group.group_name]
+
+
+def test_what_is_no_group_has_no_name() -> None:
+    assert group_name_of(torch.ones(1)) is None
+    assert group_name_of("sum") is None
+    with Spy() as spy:
+        dist.all_reduce(torch.ones(2))
+    boxed = [a for _, _, arguments in spy.calls for a in arguments if isinstance(a, torch.ScriptObject)]
+    assert len(boxed) == 2  # the group and the reduction, both boxed
+    assert sorted(group_name_of(a) is None for a in boxed) == [False, True]
+
+
+def test_group_name_of_an_unboxed_group() -> None:
+    assert dist.group.WORLD is not None
+    assert group_name_of(dist.group.WORLD) == dist.group.WORLD.group_name
+
+
+def test_groups_of_the_same_ranks_have_names_of_their_own() -> None:
+    a = dist.new_group([0], use_local_synchronization=True)
+    b = dist.new_group([0], use_local_synchronization=True)
+    assert a.group_name != b.group_name
+
+
+def test_default_timeout_is_the_one_that_the_job_was_started_with() -> None:
+    assert default_timeout(CPU) == TIMEOUT
+
+
+def test_a_new_group_does_not_inherit_the_timeout() -> None:
+    """The reason for `default_timeout`; when torch changes this, it can go."""
+    group = dist.new_group([0], use_local_synchronization=True)
+    assert group._get_backend(CPU).options._timeout != TIMEOUT
+
+
+def test_every_collective_operator_of_torch_is_known() -> None:
+    """A new operator has to be given its name in an event, and an old one that is gone has to be dropped."""
+    registered = set()
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace in COLLECTIVE_NAMESPACES:
+            registered.add(name.split(".")[0])
+    several_at_once = {"batch_p2p_ops"}
+    assert registered - several_at_once - {"_wrap_tensor_autograd"} == (
+        (OPERATIONS.keys() | NOT_COMMUNICATION) - {"_wrap_tensor_autograd"}
+    )
+
+
+def test_a_finalizer_on_a_storage_runs_when_the_last_owner_lets_go() -> None:
+    """The last owner may be autograd, in C++, long after Python forgot the tensor."""
+    freed: list[str] = []
+    weight = torch.ones(3, requires_grad=True)
+    y = weight.exp()  # saved by its own backward
+    weakref.finalize(y.untyped_storage(), freed.append, "y")
+    view = y[1:]
+    loss = y.sum()
+    del y
+    gc.collect()
+    assert freed == []
+    loss.backward()
+    assert freed == [], "a view is an owner too"
+    del view, loss
+    assert freed == ["y"]
+
+
+def test_the_same_storage_is_the_same_key() -> None:
+    x = torch.ones(4)
+    assert x.untyped_storage()._cdata == x.view(2, 2)[1].untyped_storage()._cdata
+    assert x.untyped_storage()._cdata != x.clone().untyped_storage()._cdata
+
+
+def test_warm_up_imports_what_torch_imports_late() -> None:
+    compat.warm_up_imports()
+    assert {"torch._dynamo", "torch.distributed"} <= sys.modules.keys()

@@ -48,8 +48,9 @@ clean:
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_MADE):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "Fivefold needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name one: make PYTHON=python3.12" >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \
+	  echo "Fivefold needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2> /dev/null || echo not there)." \
+	    "Name one: make PYTHON=python3.12" >&2; \
 	  exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it comes with the package python3-venv" >&2; \

@@ -30,7 +30,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from plain_loop import LAYER_PARTS, Shape, make_step
 from torch import Tensor, nn
 
 from fivefold.core.cluster import Cluster
@@ -45,6 +44,7 @@ from fivefold.records.machine import machine_facts, versions
 from fivefold.runtime.device import Device
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.pipeline.apply import Microbatch
+from plain_loop import LAYER_PARTS, Shape, make_step
 
 LR = 1e-4
 VOCAB = 512
@@ -102,9 +102,7 @@ class Batches:
 
 def plan_of(case: Case) -> Plan:
     block = BlockSpec(
-        attention=AttentionSpec(
-            heads=case.heads, kv_heads=case.kv_heads, head_dim=case.hidden // case.heads
-        ),
+        attention=AttentionSpec(heads=case.heads, kv_heads=case.kv_heads, head_dim=case.hidden // case.heads),
         mlp=MLPSpec(ffn=case.ffn),
     )
     spec = ModelSpec(
@@ -274,7 +272,9 @@ def main() -> None:
             rows.append(row)
             print(
                 "hidden {hidden:4d}  against {against:12s}  {ratio:.3f}, upper bound {upper_bound:.3f} "
-                "(target {target:.2f})  {cpu_us_per_token:.1f} and {other_cpu_us_per_token:.1f} us/token".format(**row),
+                "(target {target:.2f})  {cpu_us_per_token:.1f} and {other_cpu_us_per_token:.1f} us/token".format(
+                    **row
+                ),
                 file=sys.stderr,
             )
     result = {

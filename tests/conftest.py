@@ -33,7 +33,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def on_mesh() -> Callable[..., list[Any]]:
-    """`on_mesh(function, layout, *args)`: `function(mesh, *args)` on every rank of the layout; results by rank."""
+    """`on_mesh(function, layout, *args)`: `function(mesh, *args)` on every rank; results by rank."""
     from fivefold.core.layout import Layout
     from fivefold.runtime.launch import Rank, run_ranks
     from fivefold.runtime.mesh import Mesh

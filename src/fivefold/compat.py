@@ -10,10 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["COLLECTIVE_NAMESPACES", "TorchDispatchMode", "default_timeout", "group_name_of", "warm_up_imports"]
+__all__ = [
+    "COLLECTIVE_NAMESPACES",
+    "TorchDispatchMode",
+    "default_timeout",
+    "group_name_of",
+    "scale_in_place",
+    "storage_key",
+    "tree_leaves",
+    "warm_up_imports",
+]
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Operator namespaces through which every collective of torch is dispatched."""
@@ -38,7 +49,17 @@ def default_timeout(device: torch.device) -> timedelta:
     return timeout
 
 
+def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply every tensor by a scalar tensor on the same device: one kernel, nothing waits."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What identifies a storage while it lives."""
+    return int(storage._cdata)
+
+
 def warm_up_imports() -> None:
     """Import what torch imports lazily, so that ranks forked afterwards share it."""
-    import torch._dynamo  # noqa: F401, PLC0415
-    import torch.distributed  # noqa: F401, PLC0415
+    import torch._dynamo
+    import torch.distributed  # noqa: F401

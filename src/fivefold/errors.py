@@ -1,16 +1,16 @@
-"""Every mistake a user can make, one class each. A message says what broke, the numbers, and the nearest thing that works.
+"""Every mistake a user can make, one class each; a message has the numbers and the nearest thing that works.
 
-    FivefoldError                exit code 1
-    ├── UserError                exit code 2: something that was asked for cannot be done as asked
-    │   ├── ConfigError          a config file or `key=value` that does not hold
-    │   ├── LayoutError          a layout that cannot be formed, or that the model, cluster or workload forbids
-    │   ├── ModelError           a model config that cannot be read or is not supported
-    │   ├── ClusterError         a cluster text or file that cannot be read
-    │   ├── WorkloadError        a batch or sequence length that does not divide
-    │   ├── DataError            a corpus that is empty or cannot be read
-    │   ├── LaunchError          ranks that cannot be started (port in use, too few devices)
-    │   └── RecordError          a record store that cannot be read or written
-    └── RankFailure              a rank died while running; the first cause comes first
+FivefoldError                exit code 1
+├── UserError                exit code 2: something that was asked for cannot be done as asked
+│   ├── ConfigError          a config file or `key=value` that does not hold
+│   ├── LayoutError          a layout that cannot be formed, or that the model, cluster or workload forbids
+│   ├── ModelError           a model config that cannot be read or is not supported
+│   ├── ClusterError         a cluster text or file that cannot be read
+│   ├── WorkloadError        a batch or sequence length that does not divide
+│   ├── DataError            a corpus that is empty or cannot be read
+│   ├── LaunchError          ranks that cannot be started (port in use, too few devices)
+│   └── RecordError          a record store that cannot be read or written
+└── RankFailure              a rank died while running; the first cause comes first
 """
 
 from __future__ import annotations

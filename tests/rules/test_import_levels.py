@@ -73,7 +73,9 @@ def level_faults(source: Source) -> list[str]:
             continue  # `from fivefold import __version__` names no folder
         if here == "" or LEVELS[there] >= LEVELS[here]:
             where = f"{source.path}:{found.line}"
-            faults.append(f"{where}: {here or 'fivefold'} (level {LEVELS.get(here)}) imports {there} ({LEVELS[there]})")
+            faults.append(
+                f"{where}: {here or 'fivefold'} (level {LEVELS.get(here)}) imports {there} ({LEVELS[there]})"
+            )
     return faults
 
 
@@ -140,7 +142,9 @@ def test_the_package_keeps_the_rule(rule):
 
 
 def test_every_folder_has_a_level():
-    units = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    units = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
     assert units - {"__init__"} <= LEVELS.keys()
 
 
@@ -149,7 +153,11 @@ def test_every_folder_has_a_level():
     [
         (level_faults, "fivefold.core.layout", "from fivefold.strategies import compose"),
         (level_faults, "fivefold.core.layout", "def f():\n    import fivefold.nn.mlp"),
-        (level_faults, "fivefold.core.layout", "from typing import *\nif TYPE_CHECKING:\n    from fivefold import lab"),
+        (
+            level_faults,
+            "fivefold.core.layout",
+            "from typing import *\nif TYPE_CHECKING:\n    from fivefold import lab",
+        ),
         (level_faults, "fivefold.nn.mlp", "from fivefold.runtime.mesh import Axis"),
         (level_faults, "fivefold.engine.build", "from ..report import plots"),
         (level_faults, "fivefold.units", "from . import errors"),
@@ -174,7 +182,10 @@ def test_the_rule_can_fail(rule, module, text):
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("fivefold.core.layout", "from fivefold.core.value import Value\nfrom fivefold.errors import LayoutError"),
+        (
+            "fivefold.core.layout",
+            "from fivefold.core.value import Value\nfrom fivefold.errors import LayoutError",
+        ),
         ("fivefold.strategies.tensor.linear", "import torch\nfrom fivefold.strategies.tensor import rules"),
         ("fivefold.strategies.compose", "from fivefold.strategies.data import rules"),
         ("fivefold.cli.main", "import importlib\nfrom fivefold import __version__"),

@@ -9,10 +9,22 @@ import click
 
 
 @click.command()
-@click.option("--max-ranks", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest layout to run.")
-@click.option("--steps", type=click.IntRange(1), default=30, show_default=True, help="Training steps of every layout.")
-@click.option("--model", "-m", default="small-llama", show_default=True, help="A preset, or a path to a config.json.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("lab-report"), show_default=True, help="Folder of the report.")
+@click.option(
+    "--max-ranks", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest layout to run."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=30, show_default=True, help="Training steps of every layout."
+)
+@click.option(
+    "--model", "-m", default="small-llama", show_default=True, help="A preset, or a path to a config.json."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("lab-report"),
+    show_default=True,
+    help="Folder of the report.",
+)
 @click.option("--records", type=click.Path(path_type=Path), help="The store. Default: as `fivefold runs`.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -34,7 +46,9 @@ def command(
 
     with Store.open(records) as store:
         lab = Lab(spec, max_ranks=max_ranks, steps=steps, out=out, store=store, device=device)
-        click.echo(f"{len(lab.layouts)} layouts of {spec.name}, {steps} steps each, on {lab.device} ...", err=True)
+        click.echo(
+            f"{len(lab.layouts)} layouts of {spec.name}, {steps} steps each, on {lab.device} ...", err=True
+        )
         for layout, reason in lab.refused.items():
             click.echo(f"left out {layout}: {reason}", err=True)
         result = lab.run(lambda line: click.echo(line, err=True))

@@ -49,7 +49,9 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="fivefold")
 def cli() -> None:
     """Fivefold: data, tensor, pipeline, context and expert parallelism for large language models.
@@ -84,12 +86,17 @@ def run(arguments: list[str]) -> int:
             raise
         return _say(f"this command needs {error.name}; install it with: pip install 'fivefold[train]'", 2)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: nothing more to say
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the reader has gone: nothing more to say
         return 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return _say(f"the disk is full: cannot write {error.filename or 'output'}; what was recorded before is kept", 2)
+        return _say(
+            f"the disk is full: cannot write {error.filename or 'output'}; what was recorded before is kept",
+            2,
+        )
 
 
 def _say(message: str, code: int) -> int:

@@ -38,7 +38,13 @@ class TrainProgress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"), TimeRemainingColumn())
+        columns = (
+            TextColumn(title),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(),
+        )
         self.bar = Progress(*columns, console=Console(stderr=True))
         self.bar.start()
         self.task = self.bar.add_task("", total=steps, line="")

@@ -14,10 +14,17 @@ import click
 @click.argument("overrides", nargs=-1)
 @click.option("--ranks", type=click.IntRange(1), help="Ranks to start here; must be those of the layout.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
-@click.option("--port", type=click.IntRange(1, 65535), help="Port for the ranks to meet at; default: a free one.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help="Port for the ranks to meet at; default: a free one."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
-    config: str | None, overrides: tuple[str, ...], ranks: int | None, device: str, port: int | None, as_json: bool
+    config: str | None,
+    overrides: tuple[str, ...],
+    ranks: int | None,
+    device: str,
+    port: int | None,
+    as_json: bool,
 ) -> int:
     """Train a model as CONFIG (a YAML file) and key=value OVERRIDES say.
 
@@ -33,8 +40,9 @@ def command(
     from fivefold.train.config import load_config
 
     if config is not None and "=" in config and not Path(config).exists():
-        config, overrides = None, (config, *overrides)
-    settings = load_config(config, overrides)
+        settings = load_config(None, (config, *overrides))
+    else:
+        settings = load_config(config, overrides)
     if ranks is not None and ranks != settings.layout.world_size:
         raise LaunchError(
             f"--ranks {ranks} is not the {settings.layout.world_size} ranks of layout {settings.layout}; "

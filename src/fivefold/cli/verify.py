@@ -16,14 +16,32 @@ if TYPE_CHECKING:
 @click.option("--model", "-m", required=True, help="A preset such as tiny-llama, or a path to a config.json.")
 @click.option("--layout", "-l", required=True, help="The layout to judge, such as 'dp2 tp2 pp2'.")
 @click.option("--against", default="dp1", show_default=True, help="The layout to compare with.")
-@click.option("--dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True)
-@click.option("--steps", type=click.IntRange(1, 100), default=1, show_default=True, help="Training steps to compare.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--shrink", is_flag=True, help="Keep heads, layers and features of the model, make its widths small.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float64", "float32"]),
+    default="float64",
+    show_default=True,
+    help="Of everything.",
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 100), default=1, show_default=True, help="Training steps to compare."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of weights and data.")
+@click.option(
+    "--shrink", is_flag=True, help="Keep heads, layers and features of the model, make its widths small."
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
-    model: str, layout: str, against: str, dtype: str, steps: int, seed: int, shrink: bool, device: str, as_json: bool
+    model: str,
+    layout: str,
+    against: str,
+    dtype: str,
+    steps: int,
+    seed: int,
+    shrink: bool,
+    device: str,
+    as_json: bool,
 ) -> int:
     """Show that a layout is the same model as one device, or say what differs and why.
 
@@ -45,7 +63,9 @@ def command(
     if shrink:
         spec = judge.shrink(spec)
     ranks = max(candidate.world_size, reference.world_size)
-    click.echo(f"verifying {spec.name} under {candidate} against {reference}, up to {ranks} ranks ...", err=True)
+    click.echo(
+        f"verifying {spec.name} under {candidate} against {reference}, up to {ranks} ranks ...", err=True
+    )
     verdict = judge.verify(spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device)  # type: ignore[arg-type]
     if as_json:
         click.echo(json.dumps(verdict.model_dump(mode="json"), indent=2))
@@ -58,7 +78,10 @@ def _print(verdict: Verdict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{verdict.model}: {verdict.layout} against {verdict.against}, {verdict.dtype}", title_justify="left")
+    table = Table(
+        title=f"{verdict.model}: {verdict.layout} against {verdict.against}, {verdict.dtype}",
+        title_justify="left",
+    )
     table.add_column("quantity")
     table.add_column("relative error", justify="right")
     table.add_column("")
@@ -68,15 +91,23 @@ def _print(verdict: Verdict) -> None:
         elif quantity in verdict.not_judged:
             table.add_row(quantity, f"{error:.1e}", f"[dim]not judged in {verdict.dtype}[/dim]")
         else:
-            table.add_row(quantity, f"{error:.1e}", "[green]ok[/green]" if error <= verdict.bound else "[red]differs[/red]")
+            table.add_row(
+                quantity,
+                f"{error:.1e}",
+                "[green]ok[/green]" if error <= verdict.bound else "[red]differs[/red]",
+            )
     agree = "[green]as predicted[/green]" if verdict.events_match else "[red]not as predicted[/red]"
     table.add_row("communication", "", agree)
     console = Console(file=sys.stdout)
     console.print(table)
     if verdict.passed:
-        console.print(f"[green]the same model[/green]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}")
+        console.print(
+            f"[green]the same model[/green]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}"
+        )
         return
-    console.print(f"[red]not the same model[/red]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}")
+    console.print(
+        f"[red]not the same model[/red]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}"
+    )
     console.print(verdict.cause or "", markup=False, highlight=False)
     for line in verdict.event_differences[:10]:
         console.print(f"  {line}", markup=False, highlight=False)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fivefold.core.value import Value
-from fivefold.errors import nearest_numbers
+from fivefold.errors import ModelError, nearest_numbers
 
 MOST_LAYERS = 10_000
 MOST_VOCAB = 10_000_000
@@ -184,6 +184,22 @@ class ModelSpec(Value):
         from fivefold.core import model_config  # the reader builds ModelSpec, so it cannot be imported above
 
         return model_config.read(source, name=name)
+
+
+def plain_parts(block: BlockSpec) -> tuple[AttentionSpec, MLPSpec]:
+    """The parts of a block of a plain decoder, for code that runs after `require_plain_decoder`."""
+    assert isinstance(block.attention, AttentionSpec)
+    assert isinstance(block.mlp, MLPSpec)
+    return block.attention, block.mlp
+
+
+def require_plain_decoder(spec: ModelSpec) -> None:
+    """Raises: ModelError naming what this model has that the decoder does not compute yet."""
+    beyond = beyond_plain_decoder(spec)
+    if beyond:
+        raise ModelError(
+            f"{spec.name} cannot be run yet: it has {', '.join(beyond)}; `fivefold model show` can still size it"
+        )
 
 
 def beyond_plain_decoder(spec: ModelSpec) -> tuple[str, ...]:

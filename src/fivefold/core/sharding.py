@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
-from fivefold.core.layout import Layout
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
-from fivefold.errors import ModelError
+from fivefold.core.layout import Axis, Layout, MeshAxis
+from fivefold.core.model_spec import BlockSpec, ModelSpec, plain_parts, require_plain_decoder
 
 Role = Literal[
     "embedding", "head", "norm", "head_norm",
@@ -47,9 +46,9 @@ class ParameterRow:
     stage: int = 0
     """Virtual stage that owns it."""
     mesh: Literal["dense", "expert"] = "dense"
-    placement: Mapping[str, Shard] = field(default_factory=dict)
+    placement: Mapping[MeshAxis, Shard] = field(default_factory=dict)
     """Axis -> how it is cut along that axis; an axis that is absent holds replicas."""
-    sums: Mapping[str, int | None] = field(default_factory=dict)
+    sums: Mapping[Axis, int | None] = field(default_factory=dict)
     """Axis -> its gradient is summed over the axis (None) or over runs of so many members. Absent: already complete."""
     tied_to: str | None = None
     """This is a second copy of that parameter on another stage: the gradients of both are summed, it counts once."""
@@ -58,9 +57,15 @@ class ParameterRow:
     def block(self) -> str:
         """The block it belongs to, for judging errors: its decoder layer, the embedding, or norm and head."""
         parts = self.name.split(".")
-        return ".".join(parts[:2]) if parts[0] == "layers" else "embedding" if parts[0] == "embedding" else "head"
+        return (
+            ".".join(parts[:2])
+            if parts[0] == "layers"
+            else "embedding"
+            if parts[0] == "embedding"
+            else "head"
+        )
 
-    def region(self, layout: Layout, coordinate: Mapping[str, int]) -> tuple[slice, ...]:
+    def region(self, layout: Layout, coordinate: Mapping[MeshAxis, int]) -> tuple[slice, ...]:
         """The global region that a rank holds, per dim, without padding (it can be empty)."""
         region = [slice(0, size) for size in self.shape]
         for axis, shard in self.placement.items():
@@ -80,20 +85,21 @@ class ParameterRow:
     def local_elements(self, layout: Layout) -> int:
         return prod(self.local_shape(layout))
 
-    def counts_once_here(self, coordinate: Mapping[str, int]) -> bool:
+    def counts_once_here(self, coordinate: Mapping[MeshAxis, int]) -> bool:
         """Whether this rank's part enters a sum over all tp and pp ranks, so that each element is counted once."""
         if self.tied_to is not None:
             return False
         shard = self.placement.get("tp")
         return coordinate["tp"] % shard.replicas == 0 if shard else coordinate["tp"] == 0
 
-    def _block_size(self, layout: Layout, axis: str, shard: Shard) -> int:
-        blocks = getattr(layout, axis) // shard.replicas
+    def _block_size(self, layout: Layout, axis: MeshAxis, shard: Shard) -> int:
+        blocks = layout.degree(axis) // shard.replicas
         return -(-self.shape[shard.dim] // blocks)
 
 
 def parameters(spec: ModelSpec) -> tuple[ParameterRow, ...]:
-    """The parameters of a model on one device, in the order of its modules. Raises: ModelError for kinds not trained."""
+    """The parameters of a model on one device, in the order of its modules. Raises: ModelError."""
+    require_plain_decoder(spec)
     embedding = ParameterRow("embedding.weight", "embedding", (spec.vocab, spec.hidden))
     layers = [row for i, block in enumerate(spec.blocks) for row in _layer(f"layers.{i}", block, spec)]
     norm = _norm("norm.weight", "norm", spec.hidden)
@@ -103,12 +109,7 @@ def parameters(spec: ModelSpec) -> tuple[ParameterRow, ...]:
 
 
 def _layer(prefix: str, block: BlockSpec, spec: ModelSpec) -> Iterator[ParameterRow]:
-    attention, mlp = block.attention, block.mlp
-    if not isinstance(attention, AttentionSpec) or not isinstance(mlp, MLPSpec):
-        raise ModelError(
-            f"{spec.name}: {prefix} has {attention.kind!r} attention and a {mlp.kind!r} feed-forward block; "
-            f"only 'gqa' and 'dense' can be trained so far"
-        )
+    attention, mlp = plain_parts(block)
     hidden, queries = spec.hidden, attention.heads * attention.head_dim
     keys = attention.kv_heads * attention.head_dim
     residual_std = INIT_STD / (2 * spec.layers) ** 0.5  # Radford et al. 2019, section 2.3

@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import DataError, WorkloadError
 from fivefold.data.corpus import Corpus
 from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.errors import DataError, WorkloadError
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import DataError
 from fivefold.data.tokenizer import ByteTokenizer, Tokens
+from fivefold.errors import DataError
 from fivefold.units import MIB, format_bytes
 
 BUILTIN = "builtin"

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.layout import Layout
+from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
 from fivefold.nn.decoder import Decoder
@@ -21,7 +21,9 @@ from fivefold.strategies.tensor import apply as tensor
 Pairs = list[tuple[ParameterRow, nn.Parameter]]
 
 
-def build_chunks(plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0) -> dict[int, tuple[nn.Module, Pairs]]:
+def build_chunks(
+    plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0
+) -> dict[int, tuple[nn.Module, Pairs]]:
     """This rank's chunks: virtual stage -> (module, its parameters with their rows).
 
     Strategies act in a fixed order: the pipeline keeps a stage, tensor parallelism replaces modules, then the
@@ -33,12 +35,15 @@ def build_chunks(plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0) -> di
         whole = Decoder(spec)
     table = compose.parameter_table(spec, layout, plan.workload.seq_len)
     layers = stage_layers(spec, layout, plan.workload.seq_len)
-    chunks = {}
+    chunks: dict[int, tuple[nn.Module, Pairs]] = {}
     for chunk, rows in compose.rows_of(table, layout, mesh.coordinate["pp"]).items():
         module = copy.deepcopy(whole)
         keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
         tensor.apply(module, mesh, spec.vocab)
-        chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, seed=seed, noise=noise))
+        chunks[chunk] = (
+            module,
+            materialise(module, rows, mesh, plan.execution.dtype, seed=seed, noise=noise),
+        )
     return chunks
 
 
@@ -63,7 +68,13 @@ def materialise(
 
 
 def initial_value(
-    row: ParameterRow, layout: Layout, coordinate: dict[str, int], dtype: str, *, seed: int, noise: float = 0.0
+    row: ParameterRow,
+    layout: Layout,
+    coordinate: dict[MeshAxis, int],
+    dtype: str,
+    *,
+    seed: int,
+    noise: float = 0.0,
 ) -> Tensor:
     """The initial local values of one parameter, padding zero."""
     region, shape = row.region(layout, coordinate), row.local_shape(layout)

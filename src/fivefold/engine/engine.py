@@ -1,13 +1,13 @@
 """One training step, the same for every layout.
 
-    1  count the valid tokens of the global batch                 (metrics: data)
-    2  run the schedule: forward, backward, send, receive         (forward, backward: tp, pp)
-    3  sum gradients over data ranks, in buckets, overlapped      (reduce: data)
-       complete those of which each tp rank holds a part          (reduce: tp)
-       add those of the two copies of a tied embedding            (reduce: tie)
-    4  one global norm, clip                                      (norm: tp, pp)
-    5  update the local parameters
-    6  agree on the loss                                          (metrics: data, pp)
+1  count the valid tokens of the global batch                 (metrics: data)
+2  run the schedule: forward, backward, send, receive         (forward, backward: tp, pp)
+3  sum gradients over data ranks, in buckets, overlapped      (reduce: data)
+   complete those of which each tp rank holds a part          (reduce: tp)
+   add those of the two copies of a tied embedding            (reduce: tie)
+4  one global norm, clip                                      (norm: tp, pp)
+5  update the local parameters
+6  agree on the loss                                          (metrics: data, pp)
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +59,7 @@ class Engine:
     def __init__(self, plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0) -> None:
         compose.check(plan)
         self.plan, self.mesh = plan, mesh
+        self._make_axes()
         built = build_chunks(plan, mesh, seed=seed, noise=noise)
         self.chunks: dict[int, nn.Module] = {chunk: module for chunk, (module, _) in built.items()}
         self.parameters = {chunk: pairs for chunk, (_, pairs) in built.items()}
@@ -81,7 +81,6 @@ class Engine:
             before_last_backward=self.data.watch if plan.layout.pp == 1 else lambda chunk: None,
             on_reduce=self.data.reduce,
         )
-        self._make_axes()
         self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
         """Called with the complete gradients, before clipping: where verification looks."""
 
@@ -148,11 +147,12 @@ class Engine:
         return self.plan.execution.micro_batch, sequence, self.plan.model.hidden
 
     def _make_axes(self) -> None:
-        """Make every process group now, in one order on all ranks, so that no step pays for it."""
-        rows: list[Any] = [row for pairs in self.parameters.values() for row, _ in pairs]
+        """Make every process group now, the same ones in the same order on all ranks (see `Mesh`)."""
+        layout = self.plan.layout
+        table = compose.parameter_table(self.plan.model, layout, self.plan.workload.seq_len)
         for axis in ("tp", "data", "pp"):
             self.mesh.axis(axis)
-        for size in sorted({row.sums["tp"] for row in rows if row.sums.get("tp")}):
+        for size in sorted({row.sums["tp"] for row in table if row.sums.get("tp")}):  # type: ignore[type-var]
             self.mesh.axis("tp", size)
-        if any("tie" in row.sums for row in rows):
+        if any("tie" in row.sums for row in table):
             self.mesh.axis("tie")

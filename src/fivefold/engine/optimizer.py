@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fivefold.compat import scale_in_place
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.sharding import ParameterRow
 from fivefold.runtime.mesh import Mesh
 
 
-def make_optimizer(config: OptimizerConfig, pairs: list[tuple[ParameterRow, nn.Parameter]]) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: OptimizerConfig, pairs: list[tuple[ParameterRow, nn.Parameter]]
+) -> torch.optim.Optimizer:
     """torch's fused AdamW or SGD on local tensors; norms and biases have no weight decay."""
     decayed = [p for row, p in pairs if not _is_vector(row)]
     others = [p for row, p in pairs if _is_vector(row)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
@@ -45,4 +51,4 @@ def clip(gradients: list[tuple[ParameterRow, Tensor]], norm: Tensor, largest: fl
     """Scale all gradients by min(1, largest / norm), in place (Pascanu et al. 2013, algorithm 1)."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     tensors = [gradient for _, gradient in gradients]
-    torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+    scale_in_place(tensors, factor.to(tensors[0].dtype))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from fivefold.core.cluster import Cluster
 from fivefold.core.events import total_bytes
@@ -33,6 +34,7 @@ from fivefold.report.lab_report import BOUND, JUDGED_STEPS, LabResult, LayoutRes
 from fivefold.runtime.device import device_kind
 from fivefold.runtime.launch import run_ranks
 from fivefold.strategies.pipeline.schedules import bubble_frac
+from fivefold.train.trainer import StepMetrics
 from fivefold.units import MIB
 from fivefold.verify.compare import Key, Whole, assemble
 from fivefold.verify.verify import judge
@@ -46,7 +48,15 @@ class Lab:
     """Runs the grid for one model. `say` is told each layout's outcome as it comes."""
 
     def __init__(
-        self, spec: ModelSpec, *, max_ranks: int, steps: int, out: Path, store: Store, device: str, seed: int = 0
+        self,
+        spec: ModelSpec,
+        *,
+        max_ranks: int,
+        steps: int,
+        out: Path,
+        store: Store,
+        device: str,
+        seed: int = 0,
     ) -> None:
         ByteTokenizer().check_vocab(spec.vocab, model=spec.name)
         self.spec, self.steps, self.out, self.store, self.seed = spec, steps, out, store, seed
@@ -88,7 +98,7 @@ class Lab:
             seq_len=SEQ_LEN,
             global_batch=GLOBAL_BATCH,
             lr=LEARNING_RATE,
-            versions=versions(),
+            versions={name: version or "none" for name, version in versions().items()},
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             layouts=tuple(layouts),
         )
@@ -96,7 +106,9 @@ class Lab:
     def _one(self, layout: Layout) -> LayoutResult:
         """Run one layout and record it; a failure becomes part of the result."""
         plan = self.plan.replace(layout=layout)
-        run = self.store.start(kind="lab", layout=str(layout), model=self.spec.name, plan=plan, machine={"device": self.device})
+        run = self.store.start(
+            kind="lab", layout=str(layout), model=self.spec.name, plan=plan, machine={"device": self.device}
+        )
         try:
             reports: list[RankReport] = run_ranks(
                 lambda rank: measure(rank, plan, self.dataset, steps=self.steps, seed=self.seed),
@@ -153,7 +165,7 @@ class Lab:
         return self.device == "cpu" and layout.world_size > (os.cpu_count() or 1)
 
 
-def _times(plan: Plan, reports: list[RankReport]) -> dict[str, object]:
+def _times(plan: Plan, reports: list[RankReport]) -> dict[str, Any]:
     """Throughput, memory, communication and bubble of the timed steps."""
     ranks = [timed(report.metrics) for report in reports]
     count = len(ranks[0])
@@ -171,10 +183,12 @@ def _times(plan: Plan, reports: list[RankReport]) -> dict[str, object]:
         "peak_memory_bytes": tuple(report.peak_memory_bytes for report in reports),
         "comm_frac": sum(m.comm_frac for steps in ranks for m in steps) / (count * len(ranks)),
         "comm_s_by_axis": {
-            axis: sum(m.comm_s.get(axis, 0.0) for steps in ranks for m in steps) / (count * len(ranks)) for axis in axes
+            axis: sum(m.comm_s.get(axis, 0.0) for steps in ranks for m in steps) / (count * len(ranks))
+            for axis in axes
         },
         "comm_bytes_by_axis": {
-            axis: sum(total_bytes(report.events, axis=axis) for report in reports) / len(reports) for axis in event_axes
+            axis: sum(total_bytes(report.events, axis=axis) for report in reports) / len(reports)
+            for axis in event_axes
         },
         "bubble_frac": _bubble(ranks) if layout.pp > 1 else None,
         "bubble_theory": bubble_frac(layout.pp, microbatches(plan.workload, layout, plan.execution))
@@ -185,7 +199,7 @@ def _times(plan: Plan, reports: list[RankReport]) -> dict[str, object]:
 
 def _bubble(ranks: list[list[StepMetrics]]) -> float:
     """Mean over steps of 1 - (time in computations, mean over ranks) / (longest run of the schedule)."""
-    shares = []
+    shares: list[float] = []
     for moment in zip(*ranks):
         window = max(m.pipeline_s for m in moment)
         shares.append(1 - sum(m.busy_s for m in moment) / (len(moment) * window))

@@ -29,6 +29,9 @@ class AttentionCore(nn.Module):
     def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, valid_BS: Tensor | None) -> Tensor:
         grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         length = q_BNSH.shape[2]
+        if q_BNSH.is_cpu:
+            # The CPU kernel reads keys and values once per block of queries: gathering each head first is cheaper.
+            k_BKSH, v_BKSH = k_BKSH.contiguous(), v_BKSH.contiguous()
         if valid_BS is None and (self.window is None or self.window >= length):
             return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped)
         mask = causal_mask(length, self.window, valid_BS, q_BNSH.device)
@@ -67,6 +70,6 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_BSD))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope)
-        out_BNSH = self.core(q, k, v.transpose(1, 2), valid_BS)
+        q, k, v = (y.transpose(1, 2) for y in (rotate(q, *rope), rotate(k, *rope), v))
+        out_BNSH = self.core(q, k, v, valid_BS)
         return self.output(out_BNSH.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fivefold.core.model_spec import BlockSpec, ModelSpec
+from fivefold.core.model_spec import BlockSpec, ModelSpec, plain_parts, require_plain_decoder
 from fivefold.nn.attention import Attention
 from fivefold.nn.layers import RMSNorm, TokenLoss
 from fivefold.nn.mlp import MLP
@@ -19,10 +19,11 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, block: BlockSpec) -> None:
         super().__init__()
+        attention, mlp = plain_parts(block)
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.attention = Attention(spec.hidden, block.attention, spec.norm_eps)
+        self.attention = Attention(spec.hidden, attention, spec.norm_eps)
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.mlp = MLP(spec.hidden, block.mlp)
+        self.mlp = MLP(spec.hidden, mlp)
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], valid_BS: Tensor | None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, valid_BS)
@@ -38,10 +39,13 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        require_plain_decoder(spec)
         self.spec = spec
         self.rope = Rope(spec)
         self.embedding: nn.Module | None = nn.Embedding(spec.vocab, spec.hidden)
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, block) for i, block in enumerate(spec.blocks)})
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(spec, block) for i, block in enumerate(spec.blocks)}
+        )
         self.norm: nn.Module | None = RMSNorm(spec.hidden, spec.norm_eps)
         self.head: nn.Module | None = nn.Linear(spec.hidden, spec.vocab, bias=False)
         if spec.tied_embeddings:
@@ -55,4 +59,4 @@ class Decoder(nn.Module):
             hidden_BSD = layer(hidden_BSD, rope, valid_BS)
         if self.norm is not None:
             hidden_BSD = self.norm(hidden_BSD)
-        return hidden_BSD if self.head is None else self.head(hidden_BSD)  # type: ignore[no-any-return]
+        return hidden_BSD if self.head is None else self.head(hidden_BSD)

@@ -41,9 +41,9 @@ def make_shard(
             tile.normal_(mean, std, generator=generator)
             top, bottom = max(rows.start, i * TILE), min(rows.stop, (i + 1) * TILE)
             left, right = max(columns.start, j * TILE), min(columns.stop, (j + 1) * TILE)
-            shard[top - rows.start : bottom - rows.start, left - columns.start : right - columns.start] = tile[
-                top - i * TILE : bottom - i * TILE, left - j * TILE : right - j * TILE
-            ]
+            shard[top - rows.start : bottom - rows.start, left - columns.start : right - columns.start] = (
+                tile[top - i * TILE : bottom - i * TILE, left - j * TILE : right - j * TILE]
+            )
     return shard
 
 

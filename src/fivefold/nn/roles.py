@@ -1,10 +1,10 @@
 """Which module plays which role: how a strategy finds what it acts on without the model knowing.
 
-    embedding       token ids to vectors                     head            vectors to logits
-    column          linears with a common input (q/k/v)      row             the linear that ends a block
-    norm            acts on every token alone                head_norm       acts on every head alone
-    attention_core  softmax attention                        loss            logits and labels to a sum
-    layer           one decoder layer
+embedding       token ids to vectors                     head            vectors to logits
+column          linears with a common input (q/k/v)      row             the linear that ends a block
+norm            acts on every token alone                head_norm       acts on every head alone
+attention_core  softmax attention                        loss            logits and labels to a sum
+layer           one decoder layer
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ DECODER_ROLES: Mapping[str, str] = {
 """Name pattern -> role; the first pattern that fits decides."""
 
 
-def modules_with_role(model: nn.Module, role: str, roles: Mapping[str, str] = DECODER_ROLES) -> Iterator[tuple[str, nn.Module]]:
+def modules_with_role(
+    model: nn.Module, role: str, roles: Mapping[str, str] = DECODER_ROLES
+) -> Iterator[tuple[str, nn.Module]]:
     """The modules that play `role`, by name, in the order of the model."""
     for name, module in list(model.named_modules()):
         if name and role_of(name, roles) == role:

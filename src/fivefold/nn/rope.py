@@ -7,19 +7,20 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.model_spec import ModelSpec, RopeScaling
+from fivefold.core.model_spec import ModelSpec, RopeScaling, plain_parts
 
 
 class Rope(nn.Module):
-    """Cosines and sines of the rotary angles.
+    """Cosines and sines of the rotary angles, as `rotate` takes them.
 
-    Shapes: positions [B or 1, S] (int) -> cos, sin, each [B or 1, 1, S, H], in at least float32.
+    Shapes: positions [B or 1, S] (int) -> cos, sin, each [B or 1, S, 1, H], in at least float32; the first half of
+            the sines is negated.
     Angles are computed in the dtype that is asked for, so that float64 stays float64 throughout.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim = spec.blocks[0].attention.head_dim
+        self.head_dim = plain_parts(spec.blocks[0])[0].head_dim
         self.theta = spec.rope_theta
         self.scaling = spec.rope_scaling
         self._frequencies: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -28,11 +29,11 @@ class Rope(nn.Module):
         dtype = torch.promote_types(dtype, torch.float32)
         key = (dtype, positions.device)
         if key not in self._frequencies:
-            self._frequencies[key] = inverse_frequencies(self.head_dim, self.theta, self.scaling).to(
-                device=positions.device, dtype=dtype
-            )
-        angles = positions[:, None, :, None].to(dtype) * self._frequencies[key]
-        angles = torch.cat((angles, angles), dim=-1)
+            frequencies = inverse_frequencies(self.head_dim, self.theta, self.scaling)
+            # cos(-a) = cos(a) and sin(-a) = -sin(a): negated frequencies give the signs that a rotation needs.
+            signed = torch.cat((-frequencies, frequencies))
+            self._frequencies[key] = signed.to(device=positions.device, dtype=dtype)
+        angles = positions[:, :, None, None].to(dtype) * self._frequencies[key]
         return angles.cos(), angles.sin()
 
 
@@ -53,7 +54,10 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
 
 
-def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head by its position's angles; result in x's dtype."""
-    first, second = x_BNSH.chunk(2, dim=-1)
-    return (x_BNSH * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BNSH.dtype)
+def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head by its position's angles; result in x's dtype.
+
+    Formula: with x = (a, b), both halves of a head: (a cos - b sin, b cos + a sin).
+    """
+    swapped = x_BSNH.roll(x_BSNH.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BSNH * cos, swapped, sin).to(x_BSNH.dtype)

@@ -21,22 +21,22 @@ from fivefold.runtime.mesh import Axis
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Join shards along `dim`. Comm: all-gather; larger buffer: the result. Backward: reduce-scatter, same bytes."""
-    return x if axis.degree == 1 else _AllGather.apply(x, axis, dim)  # type: ignore[no-any-return]
+    return x if axis.degree == 1 else _AllGather.apply(x, axis, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum over the axis, keep this rank's part of `dim`. Comm: reduce-scatter of x. Backward: all-gather, same bytes."""
-    return x if axis.degree == 1 else _ReduceScatter.apply(x, axis, dim)  # type: ignore[no-any-return]
+    """Sum over the axis, keep this rank's part of `dim`. Comm: reduce-scatter. Backward: all-gather, same bytes."""
+    return x if axis.degree == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, not in place. Comm: all-reduce of x. Backward: identity."""
-    return x if axis.degree == 1 else _AllReduce.apply(x, axis)  # type: ignore[no-any-return]
+    return x if axis.degree == 1 else _AllReduce.apply(x, axis)
 
 
 def broadcast_input(x: Tensor, axis: Axis) -> Tensor:
     """The same input to every rank's part of a computation: identity. Backward: all-reduce of x's gradient."""
-    return x if axis.degree == 1 else _BroadcastInput.apply(x, axis)  # type: ignore[no-any-return]
+    return x if axis.degree == 1 else _BroadcastInput.apply(x, axis)
 
 
 class _AllGather(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _AllGather(torch.autograd.Function):
         return axis.all_gather(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis.reduce_scatter(grad, ctx.dim), None, None
 
 
@@ -57,7 +57,7 @@ class _ReduceScatter(torch.autograd.Function):
         return axis.reduce_scatter(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis.all_gather(grad, ctx.dim), None, None
 
 
@@ -67,7 +67,7 @@ class _AllReduce(torch.autograd.Function):
         return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -78,5 +78,5 @@ class _BroadcastInput(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.axis.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None

@@ -67,7 +67,9 @@ def device_kind(wanted: str = "auto") -> str:
     found = here.type if here is not None and device_count(here.type) > 0 else "cpu"
     if wanted in ("auto", found, "cpu"):
         return found if wanted == "auto" else wanted
-    raise LaunchError(f"device {wanted!r} is not available here; this machine has: {', '.join(sorted({found, 'cpu'}))}")
+    raise LaunchError(
+        f"device {wanted!r} is not available here; this machine has: {', '.join(sorted({found, 'cpu'}))}"
+    )
 
 
 def select_device(kind: str, local_rank: int, local_ranks: int) -> Device:

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fivefold.compat import warm_up_imports
 from fivefold.errors import LaunchError, RankFailure, UserError
@@ -71,7 +72,9 @@ def run_ranks(
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_child, args=(theirs, listener, rank, ranks, kind, timeout, function, args), daemon=False
+                target=_child,
+                args=(theirs, listener, rank, ranks, kind, timeout, function, args),
+                daemon=False,
             )
             process.start()
             theirs.close()
@@ -95,7 +98,9 @@ def _listen(port: int | None) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-        raise LaunchError(f"port {port} cannot be used ({reason}); leave --port out to take a free one") from None
+        raise LaunchError(
+            f"port {port} cannot be used ({reason}); leave --port out to take a free one"
+        ) from None
     return listener
 
 
@@ -117,7 +122,7 @@ def _child(
         device.activate()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1",
             port,
             ranks,
@@ -128,7 +133,10 @@ def _child(
         )
         listener.close()
         dist.init_process_group(device.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        failed, report = False, pickle.dumps((time.time(), "result", function(Rank(rank, ranks, device), *args)))
+        failed, report = (
+            False,
+            pickle.dumps((time.time(), "result", function(Rank(rank, ranks, device), *args))),
+        )
     except BaseException as error:
         reason = error if isinstance(error, UserError) else None
         value = (reason, _one_line(error), traceback.format_exc())
@@ -229,7 +237,9 @@ def joined_rank(device: str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> I
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")
     _number("MASTER_PORT")
     if rank >= world_size:
-        raise LaunchError(f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun, or set both")
+        raise LaunchError(
+            f"RANK={rank} must be below WORLD_SIZE={world_size}; start with torchrun, or set both"
+        )
     local_rank = _number("LOCAL_RANK", rank)
     local_ranks = _number("LOCAL_WORLD_SIZE", local_rank + 1)
     chosen = select_device(device_kind(device), local_rank, local_ranks)
@@ -250,5 +260,7 @@ def joined_rank(device: str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> I
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise LaunchError(f"{name}={text!r} is not a number; start with torchrun, or use --ranks on one machine")
+        raise LaunchError(
+            f"{name}={text!r} is not a number; start with torchrun, or use --ranks on one machine"
+        )
     return int(text)

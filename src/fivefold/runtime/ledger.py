@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fivefold.compat import COLLECTIVE_NAMESPACES, TorchDispatchMode, group_name_of
-from fivefold.core.events import Event
+from fivefold.core.events import Event, Op
 from fivefold.runtime.mesh import Mesh
 
-OPERATIONS = {
+OPERATIONS: dict[str, Op] = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
     "all_reduce": "all_reduce",
@@ -86,7 +86,7 @@ class Ledger(TorchDispatchMode):
         event = Event(
             phase=self.mesh.phase,
             axis=next((axis for axis in known if axis != "world"), "world"),
-            op=OPERATIONS.get(name, name),
+            op=OPERATIONS.get(name, cast(Op, name)),
             dtype=str(largest[0].dtype).removeprefix("torch.") if largest else "none",
             bytes=_bytes(largest),
         )

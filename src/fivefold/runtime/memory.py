@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from fivefold.compat import TorchDispatchMode
+from fivefold.compat import TorchDispatchMode, storage_key, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -41,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._seen:
             return
         self._seen[key] = storage.nbytes()

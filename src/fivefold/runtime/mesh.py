@@ -9,29 +9,33 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.compat import default_timeout
+from fivefold.core.events import Phase
+from fivefold.core.layout import Axis as AxisName
 from fivefold.core.layout import Layout
 from fivefold.runtime.device import Device, Stopwatch
 
 
 class Axis:
-    """One axis (or runs of `size` members of it): the ranks of this rank's group, in order, and its place among them."""
+    """One axis, or runs of `size` members of it: the ranks of this rank's group, in order, and its place in it."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, clock: Stopwatch) -> None:
+    def __init__(
+        self, name: AxisName, ranks: tuple[int, ...], rank: int, clock: Stopwatch, parallel: bool
+    ) -> None:
+        """`parallel`: whether any rank of the job has company on this axis, so that all ranks must make a group."""
         self.name = name
         self.ranks = ranks
         self.degree = len(ranks)
         self.index = ranks.index(rank)
         self.clock = clock
-        self.group: dist.ProcessGroup | None = None
-        if self.degree > 1:
-            self.group = dist.new_group(
-                list(ranks), timeout=default_timeout(clock.device.device), use_local_synchronization=True
-            )
+        made = None
+        if parallel:
+            timeout = default_timeout(clock.device.device)
+            made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        self.group: dist.ProcessGroup | None = made if self.degree > 1 else None
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `x` in place over the axis and return it. Comm: one all-reduce of x."""
@@ -85,7 +89,9 @@ class Axis:
 class Handle:
     """A collective under way. `wait` returns its result once; only the waiting is counted as communication time."""
 
-    def __init__(self, axis: Axis, result: Tensor, work: Any, *, join: int | None = None, keep: Any = None) -> None:
+    def __init__(
+        self, axis: Axis, result: Tensor, work: Any, *, join: int | None = None, keep: Any = None
+    ) -> None:
         self._axis, self._result, self._work, self._join, self._keep = axis, result, work, join, keep
 
     def wait(self) -> Tensor:
@@ -101,7 +107,12 @@ class Handle:
 
 
 class Mesh:
-    """This rank's coordinate in a layout and its axes. Groups are made on first use, in the same order on all members."""
+    """This rank's coordinate in a layout and its axes. Groups are made on first use.
+
+    Every rank of the job must ask for the same axes in the same order, also a rank that has no part in one of them
+    (a middle stage in `tie`): torch names a group after its ranks and the number of groups that the process made
+    before, so ranks that made different numbers of groups would wait for each other under different names.
+    """
 
     def __init__(self, layout: Layout, rank: int, device: Device) -> None:
         self.layout = layout
@@ -109,32 +120,33 @@ class Mesh:
         self.device = device
         self.coordinate = layout.coordinate(rank)
         self.clock = Stopwatch(device)
-        self.phase = "setup"
+        self.phase: Phase = "setup"
         """What the step is doing now: the ledger files every collective under it."""
-        self._axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
+        self._axes: dict[tuple[object, ...], Axis] = {}
 
-    def axis(self, name: str, size: int | None = None) -> Axis:
+    def axis(self, name: AxisName, size: int | None = None) -> Axis:
         """The axis `name` from here; with `size`, runs of that many consecutive members of it."""
-        return self._make(name, self.layout.group_of(name, self.rank, size))
+        parallel = self.layout.degree(name) > 1 and size != 1
+        ranks = self.layout.group_of(name, self.rank, size)
+        return self._make((name, size), name, ranks or (self.rank,), parallel)
 
-    def edge(self, source: int, destination: int, purpose: str) -> Axis:
-        """A two-rank group on axis pp that carries one kind of message one way.
+    def edge(self, purpose: object, ends: tuple[int, int] | None) -> Axis:
+        """A group on axis pp of the two ranks `ends` that carries one kind of message one way; None: not this rank's.
 
         One group per directed edge and purpose: a send never queues behind a receive, on any backend.
         """
-        return self._make("pp", (source, destination), purpose)
+        return self._make(("edge", purpose), "pp", ends or (self.rank,), True)
 
-    def axis_name_of(self, group_name: str) -> str:
+    def axis_name_of(self, group_name: str) -> AxisName:
         """The axis that a process group belongs to: how the ledger names what torch dispatches."""
         for axis in self._axes.values():
             if axis.group is not None and axis.group.group_name == group_name:
                 return axis.name
         return "world"
 
-    def _make(self, name: str, ranks: tuple[int, ...], purpose: str = "") -> Axis:
-        key = (name + purpose, ranks)
+    def _make(self, key: tuple[object, ...], name: AxisName, ranks: tuple[int, ...], parallel: bool) -> Axis:
         if key not in self._axes:
-            self._axes[key] = Axis(name, ranks, self.rank, self.clock)
+            self._axes[key] = Axis(name, ranks, self.rank, self.clock, parallel)
         return self._axes[key]
 
 

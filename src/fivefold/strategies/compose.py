@@ -1,8 +1,8 @@
 """The order in which the strategies act, torch-free: legality, the parameter table, the predicted communication.
 
-    check            data, pipeline, tensor, in this order: the first rule that is broken is the one that is told
-    parameter_table  one device -> pipeline (stage, ties) -> tensor (cut, sums) -> data (sums)
-    predict_events   what one rank dispatches in one training step; equal to the ledger of a run
+check            data, pipeline, tensor, in this order: the first rule that is broken is the one that is told
+parameter_table  one device -> pipeline (stage, ties) -> tensor (cut, sums) -> data (sums)
+predict_events   what one rank dispatches in one training step; equal to the ledger of a run
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections import Counter
 from fivefold.core.events import Event, Events
 from fivefold.core.execution import microbatches
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import ModelSpec, beyond_plain_decoder
+from fivefold.core.model_spec import ModelSpec, require_plain_decoder
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, parameters
-from fivefold.errors import LayoutError, ModelError
+from fivefold.errors import LayoutError
 from fivefold.strategies.data import rules as data
 from fivefold.strategies.pipeline import rules as pipeline
 from fivefold.strategies.pipeline.placement import stage_layers
@@ -27,7 +27,7 @@ from fivefold.units import MIB
 def check(plan: Plan) -> None:
     """Whether this plan can be run. Raises: ModelError, LayoutError or WorkloadError with the numbers."""
     spec, layout = plan.model, plan.layout
-    check_model(spec)
+    require_plain_decoder(spec)
     if plan.workload.seq_len > spec.max_positions:
         raise LayoutError(
             f"sequence length {plan.workload.seq_len} exceeds the {spec.max_positions} positions of {spec.name}"
@@ -38,13 +38,6 @@ def check(plan: Plan) -> None:
     microbatches(plan.workload, layout, plan.execution)
 
 
-def check_model(spec: ModelSpec) -> None:
-    """Raises: ModelError naming what the decoder does not compute."""
-    beyond = beyond_plain_decoder(spec)
-    if beyond:
-        raise ModelError(f"{spec.name} cannot be run yet: it has {', '.join(beyond)}; its size can be shown by 'model show'")
-
-
 def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:
     """All parameters of the model under this layout, one row for each copy that a stage owns."""
     rows = pipeline.place(parameters(spec), spec, layout, seq_len)
@@ -53,7 +46,9 @@ def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[Para
 
 def rows_of(table: tuple[ParameterRow, ...], layout: Layout, pp_rank: int) -> dict[int, list[ParameterRow]]:
     """The rows of one pipeline rank, by chunk."""
-    return {chunk: [row for row in table if row.stage == chunk] for chunk in layout.virtual_stages_of(pp_rank)}
+    return {
+        chunk: [row for row in table if row.stage == chunk] for chunk in layout.virtual_stages_of(pp_rank)
+    }
 
 
 def predict_events(plan: Plan, rank: int) -> Events:

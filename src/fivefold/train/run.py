@@ -67,7 +67,9 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, PackedDataset]:
     )
     compose.check(plan)
     if config.dtype == "bfloat16":
-        raise ConfigError("dtype bfloat16 cannot be trained yet (it needs float32 master weights); use float32")
+        raise ConfigError(
+            "dtype bfloat16 cannot be trained yet (it needs float32 master weights); use float32"
+        )
     corpus = load_corpus(config.data, limit_bytes=int(config.data_limit_mib * MIB))
     return plan, PackedDataset(corpus, config.seq_len, config.seed)
 
@@ -100,7 +102,15 @@ def train(config: TrainConfig, *, device: str, port: int | None, progress: Progr
     run = open_run(config, plan, kind)
     with run or _no_run():
         outcomes: list[Outcome | None] = run_ranks(
-            train_rank, config, plan, dataset, run, progress, ranks=plan.layout.world_size, device=device, port=port
+            train_rank,
+            config,
+            plan,
+            dataset,
+            run,
+            progress,
+            ranks=plan.layout.world_size,
+            device=device,
+            port=port,
         )
     return outcomes[0]
 

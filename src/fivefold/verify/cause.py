@@ -25,7 +25,11 @@ class Cause:
 
 
 def find_cause(
-    errors: Errors, bound: float, counts: dict[str, int], event_lines: list[str], not_judged: tuple[str, ...] = ()
+    errors: Errors,
+    bound: float,
+    counts: dict[str, int],
+    event_lines: list[str],
+    not_judged: tuple[str, ...] = (),
 ) -> Cause:
     """Name the first module that differs and the ratio if it is a clean one.
 
@@ -40,15 +44,19 @@ def find_cause(
             continue
         bad = [key for key, error in errors.by_tensor.items() if key[0] == quantity and not error <= bound]
         if bad:
-            return _describe(sorted(bad, key=lambda key: order(key[1])), errors, bound, counts, quantity, what)
+            return _describe(
+                sorted(bad, key=lambda key: order(key[1])), errors, bound, counts, quantity, what
+            )
     if event_lines:
-        return Cause(None, None, f"the numbers agree, the communication does not: {'; '.join(event_lines[:3])}")
+        return Cause(
+            None, None, f"the numbers agree, the communication does not: {'; '.join(event_lines[:3])}"
+        )
     return Cause(None, None, "no single tensor stands out")
 
 
 def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
     """Set each axis to 1 in turn; the axes without which the difference is gone are the guilty ones."""
-    axes = [axis for axis in ("tp", "cp", "pp", "dp") if layout.degree(axis) > 1]  # type: ignore[arg-type]
+    axes = [axis for axis in ("tp", "cp", "pp", "dp") if layout.degree(axis) > 1]
     guilty = [axis for axis in axes if not still_fails(layout.without(axis))]  # type: ignore[arg-type]
     if len(axes) == 1:
         return f"axis {axes[0]} (the only one)"
@@ -90,7 +98,9 @@ def _common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
 def _meaning(ratio: float, counts: dict[str, int]) -> str:
     """` = the number of microbatches`, ` = 1 / dp`: what the ratio counts in this job."""
     names = [name for name, n in counts.items() if n > 1 and math.isclose(ratio, n, rel_tol=1e-3)]
-    names += [f"1 / {name}" for name, n in counts.items() if n > 1 and math.isclose(ratio, 1 / n, rel_tol=1e-3)]
+    names += [
+        f"1 / {name}" for name, n in counts.items() if n > 1 and math.isclose(ratio, 1 / n, rel_tol=1e-3)
+    ]
     return f", which is {' or '.join(names)}" if names else ""
 
 

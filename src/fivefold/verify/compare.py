@@ -74,7 +74,9 @@ def compare(observations: list[Observation], reference: dict[Key, Whole]) -> Err
     floors = _block_floors(reference)
     seen = assemble(observations)
     errors.missing = sorted(
-        key for key, whole in reference.items() if key not in seen or not np.all(seen[key].covered | ~whole.covered)
+        key
+        for key, whole in reference.items()
+        if key not in seen or not np.all(seen[key].covered | ~whole.covered)
     )
     errors.missing += sorted(key for key in seen if key not in reference)
     for piece in _pieces(observations):

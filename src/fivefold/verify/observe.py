@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 
 from fivefold.core.events import Event
@@ -65,7 +64,7 @@ def observe(rank: Rank, plan: Plan, dataset: Dataset, *, seed: int, steps: int) 
     seen = Observation()
     mesh = Mesh(plan.layout, rank.rank, rank.device)
     for name in ("sgd", "adamw"):
-        optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)  # type: ignore[arg-type]
+        optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)
         execution = plan.execution.replace(optimizer=optimizer)
         engine = Engine(plan.replace(execution=execution), mesh, seed=seed, noise=NOISE)
         for step in range(steps):
@@ -80,11 +79,18 @@ def observe(rank: Rank, plan: Plan, dataset: Dataset, *, seed: int, steps: int) 
             seen.pieces.append(_scalar("loss", f"{name} step {step}", result.loss))
         seen.pieces += _parameters(f"weights_{name}", engine, lambda _, p: p.detach())
         if name == "adamw":
-            state = engine.data.state()
             for moment in ("exp_avg", "exp_avg_sq"):
-                seen.pieces += _parameters("moments", engine, lambda row, _, m=moment: state[row.name][m], f" {moment}")
+                seen.pieces += _parameters(
+                    "moments", engine, _moment(engine.data.state(), moment), f" {moment}"
+                )
         seen.modules = tuple(n for chunk in engine.chunks.values() for n, _ in chunk.named_modules())
     return seen
+
+
+def _moment(
+    state: dict[str, dict[str, Tensor]], moment: str
+) -> Callable[[ParameterRow, nn.Parameter], Tensor]:
+    return lambda row, _: state[row.name][moment]
 
 
 def _scalar(quantity: str, name: str, value: float) -> Piece:
@@ -98,10 +104,14 @@ def _parameters(
     return [_parameter_piece(quantity, row, value(row, p), engine, suffix) for row, p in pairs]
 
 
-def _parameter_piece(quantity: str, row: ParameterRow, local: Tensor, engine: Engine, suffix: str = "") -> Piece:
+def _parameter_piece(
+    quantity: str, row: ParameterRow, local: Tensor, engine: Engine, suffix: str = ""
+) -> Piece:
     region = row.region(engine.plan.layout, engine.mesh.coordinate)
     inside = tuple(slice(0, part.stop - part.start) for part in region)
-    return Piece(quantity, (row.tied_to or row.name) + suffix, row.shape, region, _numpy(local[inside]), row.block)
+    return Piece(
+        quantity, (row.tied_to or row.name) + suffix, row.shape, region, _numpy(local[inside]), row.block
+    )
 
 
 def _numpy(x: Tensor) -> Array:
@@ -158,5 +168,3 @@ class _watching:
 def _part(index: int, size: int, whole: int, *, cut: bool) -> slice:
     start = min(index * size, whole) if cut else 0
     return slice(start, min(start + size, whole))
-
-

@@ -1,7 +1,7 @@
 """Are two layouts the same model? Same weights, same data, every quantity of every rank compared.
 
-    verdict = verify(spec, Layout.parse("dp2 tp2 pp2"))
-    verdict.passed, verdict.max_rel_err, verdict.cause
+verdict = verify(spec, Layout.parse("dp2 tp2 pp2"))
+verdict.passed, verdict.max_rel_err, verdict.cause
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from math import lcm
 from typing import Any, Literal
 
 import psutil
-from pydantic import Field
+from pydantic import ConfigDict
 
 from fivefold.core.cluster import Cluster
 from fivefold.core.events import difference, without_setup
-from fivefold.core.execution import Execution
+from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
 from fivefold.core.model_counts import parameter_counts
 from fivefold.core.model_spec import AttentionSpec, ModelSpec
@@ -32,7 +32,7 @@ from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
 from fivefold.verify.observe import Observation, observe
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
-"""Largest error that is rounding. AdamW weights are judged in float64 only: merely reordering microbatches moves them."""
+"""Largest error that is rounding. AdamW weights are judged in float64: the mere order of microbatches moves them."""
 
 MICRO_BATCH, MICROBATCHES, SHORTEST = 2, 3, 16
 CLIP_NORM = 0.5
@@ -43,7 +43,7 @@ class Verdict(Value):
     """The outcome of comparing `layout` with `against`."""
 
     passed: bool
-    max_rel_err: float = Field(allow_inf_nan=True)
+    max_rel_err: float
     """The largest error of the quantities that are judged at this dtype."""
     layout: Layout
     against: Layout
@@ -64,7 +64,7 @@ class Verdict(Value):
     ratio: float | None = None
     cause: str | None = None
 
-    model_config = {**Value.model_config, "allow_inf_nan": True}
+    model_config = ConfigDict(allow_inf_nan=True)
 
 
 def verify(
@@ -120,7 +120,12 @@ class Reference:
 
 
 def judge(
-    plan: Plan, observations: list[Observation], reference: dict[Key, Whole], *, against: Layout | None = None, steps: int
+    plan: Plan,
+    observations: list[Observation],
+    reference: dict[Key, Whole],
+    *,
+    against: Layout | None = None,
+    steps: int,
 ) -> Verdict:
     """Compare what the ranks of `plan` saw with a reference on the same data; on failure, say what is known of why."""
     errors = compare(observations, reference)
@@ -154,7 +159,7 @@ def judge(
     )
 
 
-def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: str) -> tuple[Plan, Plan]:
+def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType) -> tuple[Plan, Plan]:
     """A small workload that is legal for both layouts, and the two plans.
 
     Two sequences a microbatch, at least two microbatches on every data rank, the same global batch; a sequence that
@@ -163,7 +168,11 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: str) -
     if dtype not in BOUNDS:
         raise ConfigError(f"verify knows the bounds of {' and '.join(BOUNDS)}, not of {dtype!r}")
     unit = lcm(*(2 * cut.tp * cut.cp for cut in (layout, against)))
-    windows = [b.attention.window for b in spec.blocks if isinstance(b.attention, AttentionSpec) and b.attention.window]
+    windows = [
+        b.attention.window
+        for b in spec.blocks
+        if isinstance(b.attention, AttentionSpec) and b.attention.window
+    ]
     wanted = max(SHORTEST, *(w + w // 2 for w in windows if w <= 64), 0)
     seq_len = -(-wanted // unit) * unit
     global_batch = MICRO_BATCH * MICROBATCHES * lcm(layout.dp, against.dp)
@@ -173,7 +182,9 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: str) -
             cluster=Cluster.parse("cpu"),
             workload=Workload(seq_len=seq_len, global_batch=global_batch),
             layout=cut,
-            execution=Execution(micro_batch=MICRO_BATCH, dtype=dtype, optimizer=OptimizerConfig(clip_norm=CLIP_NORM)),  # type: ignore[arg-type]
+            execution=Execution(
+                micro_batch=MICRO_BATCH, dtype=dtype, optimizer=OptimizerConfig(clip_norm=CLIP_NORM)
+            ),
         )
         for cut in (layout, against)
     ]
@@ -233,7 +244,7 @@ def _counts(plan: Plan) -> dict[str, int]:
     microbatches = plan.workload.global_batch // (layout.dp * plan.execution.micro_batch)
     return {
         "the number of microbatches": microbatches,
-        **{axis: layout.degree(axis) for axis in ("dp", "tp", "pp", "cp")},  # type: ignore[arg-type]
+        **{axis: layout.degree(axis) for axis in ("dp", "tp", "pp", "cp")},
         "dp x microbatches": layout.dp * microbatches if layout.dp > 1 else 1,
         "dp x tp": layout.dp * layout.tp if min(layout.dp, layout.tp) > 1 else 1,
     }

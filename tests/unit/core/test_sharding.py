@@ -49,7 +49,7 @@ def test_the_table_lists_the_parameters_of_the_model(spec: ModelSpec) -> None:
     assert [(row.name, row.shape) for row in rows] == [
         (n, tuple(p.shape)) for n, p in module.named_parameters()
     ]
-    assert sum(np.prod(row.shape) for row in rows) == parameter_counts(spec).total
+    assert sum(np.prod(row.shape) for row in rows) == parameter_counts(spec)["total_parameters"]
     assert [row.is_bias for row in rows] == [row.name.endswith(".bias") for row in rows]
     assert all(row.init_name == row.name for row in rows)
 

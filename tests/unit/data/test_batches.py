@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import DataError, WorkloadError
 from fivefold.data.batches import Batch, Dataset, PackedDataset, SyntheticDataset
 from fivefold.data.corpus import Corpus, build_corpus
 from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.errors import DataError, WorkloadError
 
 BOS, EOS, PAD = ByteTokenizer.bos, ByteTokenizer.eos, ByteTokenizer.pad
 FIELDS = ("tokens_BS", "labels_BS", "loss_mask_BS", "positions_BS", "document_ids_BS")

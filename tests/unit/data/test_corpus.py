@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.errors import DataError
 from fivefold.data.corpus import Corpus, build_corpus, load_corpus
 from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.errors import DataError
 
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.errors import DataError
 from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.errors import DataError
 
 BYTE = ByteTokenizer()
 

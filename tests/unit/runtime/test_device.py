@@ -40,7 +40,7 @@ def test_auto_takes_the_accelerator_and_the_cpu_can_be_asked_for() -> None:
 def test_a_machine_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert device_kind() == "cpu"
-    with pytest.raises(LaunchError, match="^device 'cuda' is not available here; this machine has: cpu$"):
+    with pytest.raises(LaunchError, match=r"^device 'cuda' is not available here; this machine has: cpu$"):
         device_kind("cuda")
 
 

@@ -73,7 +73,7 @@ class Replicated:
         self._watched: set[int] = set()
         if self.axis.degree > 1:
             for chunk, pairs in parameters.items():
-                self._make_buckets(chunk, dict((row.name, (row, p)) for row, p in pairs), bucket_bytes)
+                self._make_buckets(chunk, {row.name: (row, p) for row, p in pairs}, bucket_bytes)
 
     def unshard(self, chunk: int) -> None:
         """Nothing to gather: every rank holds all."""
@@ -124,14 +124,18 @@ class Replicated:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {
-            row.name: {key: value for key, value in self.optimizer.state[p].items() if isinstance(value, Tensor)}
+            row.name: {
+                key: value for key, value in self.optimizer.state[p].items() if isinstance(value, Tensor)
+            }
             for row, p in self.pairs
         }
 
     def _all_buckets(self) -> Iterable[_Bucket]:
         return (bucket for chunk in self.buckets.values() for bucket in chunk)
 
-    def _make_buckets(self, chunk: int, by_name: dict[str, tuple[ParameterRow, nn.Parameter]], limit: int) -> None:
+    def _make_buckets(
+        self, chunk: int, by_name: dict[str, tuple[ParameterRow, nn.Parameter]], limit: int
+    ) -> None:
         rows = [row for row, _ in by_name.values()]
         itemsize = next(iter(by_name.values()))[1].itemsize
         for group in buckets(rows, self.mesh.layout, limit, itemsize):
@@ -139,7 +143,9 @@ class Replicated:
             self.buckets[chunk].append(bucket)
             for row in group:
                 self._bucket_of[row.name] = bucket
-                by_name[row.name][1].register_post_accumulate_grad_hook(lambda _, row=row: self.grad_ready(row))
+                by_name[row.name][1].register_post_accumulate_grad_hook(
+                    lambda _, row=row: self.grad_ready(row)
+                )
 
 
 class _Bucket:

@@ -34,7 +34,9 @@ def place(row: ParameterRow, layout: Layout) -> ParameterRow:
     return replace(row, sums={**row.sums, "data": None}) if layout.data > 1 else row
 
 
-def buckets(rows: list[ParameterRow], layout: Layout, bucket_bytes: int, itemsize: int) -> list[list[ParameterRow]]:
+def buckets(
+    rows: list[ParameterRow], layout: Layout, bucket_bytes: int, itemsize: int
+) -> list[list[ParameterRow]]:
     """The rows of one chunk in the order in which backward completes them (last module first), cut into buckets.
 
     A bucket closes when it holds `bucket_bytes`, or a quarter of the whole if that is less.
@@ -59,6 +61,12 @@ def predict_reduction(
     if layout.data == 1:
         return Counter()
     return Counter(
-        Event("reduce", "data", "all_reduce", dtype, sum(row.local_elements(layout) for row in bucket) * itemsize)
+        Event(
+            "reduce",
+            "data",
+            "all_reduce",
+            dtype,
+            sum(row.local_elements(layout) for row in bucket) * itemsize,
+        )
         for bucket in buckets(rows, layout, bucket_bytes, itemsize)
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.runtime.mesh import Axis, Handle, Mesh
-from fivefold.strategies.pipeline.schedules import Action
+from fivefold.strategies.pipeline.schedules import Action, Edge, edge_rounds
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def keep_stage(model: nn.Module, layers: range, *, first: bool, last: bool) -> N
     assert isinstance(modules, nn.ModuleDict)
     for name in [name for name in modules if name not in kept]:
         del modules[name]
-    if not first:
-        model.embedding = None
-    if not last:
-        model.norm = model.head = None
+    dropped = [] if first else ["embedding"]
+    dropped += [] if last else ["norm", "head"]
+    for name in dropped:
+        setattr(model, name, None)
 
 
 class Pipeline:
@@ -124,9 +124,9 @@ class Pipeline:
         self._let_go("F", chunk, j)  # its gradient is here, so it has arrived
         torch.autograd.backward(out, grad)
         if chunk > 0:
-            grad = self.inputs.pop((chunk, j)).grad
-            assert grad is not None
-            self._hand_over("B", chunk, chunk - 1, j, grad)
+            input_grad = self.inputs.pop((chunk, j)).grad
+            assert input_grad is not None
+            self._hand_over("B", chunk, chunk - 1, j, input_grad)
 
     def _reduce_grad(self, chunk: int, _: int) -> None:
         self.mesh.phase = "reduce"
@@ -149,7 +149,7 @@ class Pipeline:
 
     def _send(self, way: str, source: int, target: int, j: int, message: Tensor) -> None:
         self.mesh.phase = "forward" if way == "F" else "backward"
-        axis, to = self.edges[way, source, target]
+        axis, to = self.edges[Edge(way, source, target)]
         self.sends[way, source, j] = axis.send_start(message.contiguous(), to)
 
     def _let_go(self, way: str, source: int, j: int) -> None:
@@ -160,7 +160,7 @@ class Pipeline:
 
     def _receive(self, way: str, source: int, target: int, j: int) -> None:
         self.mesh.phase = "forward" if way == "F" else "backward"
-        axis, peer = self.edges[way, source, target]
+        axis, peer = self.edges[Edge(way, source, target)]
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device.device)
         self.received[way, target, j] = axis.receive_start(buffer, peer)
 
@@ -178,17 +178,15 @@ class Pipeline:
             self.waited_s = time.perf_counter() - began
         return message.requires_grad_() if way == "F" else message
 
-    def _make_edges(self) -> dict[tuple[str, int, int], tuple[Axis, int]]:
-        """(way, source chunk, target chunk) -> (its two-rank group, the other rank), made in one global order."""
+    def _make_edges(self) -> dict[Edge, tuple[Axis, int]]:
+        """Every edge of this rank -> (its two-rank group, the other rank). All ranks go through the same rounds."""
         edges = {}
-        for source in range(self.last_stage + 1):
-            for way, target in (("F", source + 1), ("B", source - 1)):
-                if not 0 <= target <= self.last_stage:
-                    continue
-                a, b = self._owner(source), self._owner(target)
-                if a != b and self.mesh.rank in (a, b):
-                    other = b if self.mesh.rank == a else a
-                    edges[way, source, target] = (self.mesh.edge(a, b, f"{way}{source}"), other)
+        for number, turn in enumerate(edge_rounds(self.mesh.layout)):
+            ends = {edge: (self._owner(edge.source), self._owner(edge.target)) for edge in turn}
+            mine = next((edge for edge in turn if self.mesh.rank in ends[edge]), None)
+            axis = self.mesh.edge(number, ends[mine] if mine else None)
+            if mine:
+                edges[mine] = (axis, sum(ends[mine]) - self.mesh.rank)
         return edges
 
     def _owner(self, chunk: int) -> int:

@@ -1,14 +1,14 @@
 """Which decoder layers each virtual stage holds. Every layer is placed exactly once, whatever divides and what not.
 
-    even      as equal as can be; the remainder goes to the first stages, since the last one also holds the head
-    flops     contiguous split whose most expensive stage is as cheap as can be, the head counted
-    9+11+10   as told
+even      as equal as can be; the remainder goes to the first stages, since the last one also holds the head
+flops     contiguous split whose most expensive stage is as cheap as can be, the head counted
+9+11+10   as told
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from fivefold.core.layout import Layout
 from fivefold.core.model_counts import block_flops, head_flops
@@ -39,9 +39,11 @@ def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, 
     elif layout.placement == "even":
         counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     else:
-        raise LayoutError(f"placement @{layout.placement} needs measured stage times, which are not kept yet; use @flops")
+        raise LayoutError(
+            f"placement @{layout.placement} needs measured stage times, which are not kept yet; use @flops"
+        )
     starts = [0, *accumulate(counts)]
-    return tuple(range(a, b) for a, b in zip(starts, starts[1:]))
+    return tuple(range(a, b) for a, b in pairwise(starts))
 
 
 def balanced_counts(costs: Sequence[float], stages: int, last_extra: float = 0.0) -> list[int]:

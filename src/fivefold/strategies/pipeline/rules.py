@@ -29,9 +29,13 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     stage_layers(spec, layout, seq_len)
 
 
-def place(rows: tuple[ParameterRow, ...], spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:
+def place(
+    rows: tuple[ParameterRow, ...], spec: ModelSpec, layout: Layout, seq_len: int
+) -> tuple[ParameterRow, ...]:
     """Fill the stage column; a tied embedding whose stages are on two ranks becomes two rows."""
-    stage_of = {layer: stage for stage, layers in enumerate(stage_layers(spec, layout, seq_len)) for layer in layers}
+    stage_of = {
+        layer: stage for stage, layers in enumerate(stage_layers(spec, layout, seq_len)) for layer in layers
+    }
     last = layout.stages - 1
     placed = []
     for row in rows:
@@ -46,7 +50,9 @@ def place(rows: tuple[ParameterRow, ...], spec: ModelSpec, layout: Layout, seq_l
     return tuple(placed)
 
 
-def predict_transfers(actions: list[Action], *, tokens: int, hidden: int, dtype: str, itemsize: int) -> Events:
+def predict_transfers(
+    actions: list[Action], *, tokens: int, hidden: int, dtype: str, itemsize: int
+) -> Events:
     """SEND and RECV events of one rank's action list; `tokens` are those of one message (b*S, or b*S/tp under SP)."""
     events: Events = Counter()
     for action in actions:

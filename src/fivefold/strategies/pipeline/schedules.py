@@ -30,7 +30,11 @@ class Action(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.chunk})" if self.microbatch < 0 else f"{self.kind}({self.chunk},{self.microbatch})"
+        return (
+            f"{self.kind}({self.chunk})"
+            if self.microbatch < 0
+            else f"{self.kind}({self.chunk},{self.microbatch})"
+        )
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
@@ -64,7 +68,7 @@ def lower(computations: Sequence[Action], owner_of: Callable[[int], int], stages
     lowered: list[Action] = []
     for i, action in enumerate(computations):
         # Post what the next computation reads before this one starts: it travels while we compute.
-        ahead = computations[: 2] if i == 0 else computations[i + 1 : i + 2]
+        ahead = computations[:2] if i == 0 else computations[i + 1 : i + 2]
         lowered += [receive for nxt in ahead for receive in _receives(nxt, owner_of, stages)]
         lowered.append(action)
         lowered += _sends(action, owner_of, stages)
@@ -85,6 +89,33 @@ def _sends(action: Action, owner_of: Callable[[int], int], stages: int) -> list[
     if not 0 <= target < stages or owner_of(target) == owner_of(action.chunk):
         return []
     return [Action("SEND_F" if action.kind == "F" else "SEND_B", action.chunk, action.microbatch)]
+
+
+class Edge(NamedTuple):
+    """Messages of one kind from one chunk to the next: `way` F carries hidden states, B their gradients."""
+
+    way: str
+    source: int
+    target: int
+
+
+def edge_rounds(layout: Layout) -> list[list[Edge]]:
+    """All edges between different ranks, in rounds in which no pipeline rank has more than one."""
+    rounds: list[list[Edge]] = []
+    busy: list[set[int]] = []
+    for way, step in (("F", 1), ("B", -1)):
+        for source in range(layout.stages):
+            target = source + step
+            if not 0 <= target < layout.stages or layout.owner_of(source) == layout.owner_of(target):
+                continue
+            ends = {layout.owner_of(source), layout.owner_of(target)}
+            turn = next((i for i, taken in enumerate(busy) if not taken & ends), len(rounds))
+            if turn == len(rounds):
+                rounds.append([])
+                busy.append(set())
+            rounds[turn].append(Edge(way, source, target))
+            busy[turn] |= ends
+    return rounds
 
 
 def bubble_frac(ranks: int, microbatches: int) -> float:

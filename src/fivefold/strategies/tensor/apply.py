@@ -23,7 +23,12 @@ def apply(model: nn.Module, mesh: Mesh, vocab: int, roles: Mapping[str, str] = D
     axis, sp = mesh.axis("tp"), mesh.layout.sequence_parallel
     if axis.degree == 1:
         return
-    replacements = {"column": ColumnParallel, "row": RowParallel, "embedding": VocabularyEmbedding, "head": VocabularyHead}
+    replacements = {
+        "column": ColumnParallel,
+        "row": RowParallel,
+        "embedding": VocabularyEmbedding,
+        "head": VocabularyHead,
+    }
     for role, replacement in replacements.items():
         for name, module in modules_with_role(model, role, roles):
             replace_module(model, name, replacement(module, axis, sequence_parallel=sp))

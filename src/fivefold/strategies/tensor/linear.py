@@ -65,7 +65,11 @@ class RowParallel(nn.Module):
 
 
 def column_linear(
-    x_BSD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], axis: Axis, sequence_parallel: bool
+    x_BSD: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    axis: Axis,
+    sequence_parallel: bool,
 ) -> tuple[Tensor, ...]:
     """Apply every (weight, bias) to the same gathered input. Comm and shapes: see the head of this file."""
     return _ColumnLinear.apply(x_BSD, axis, sequence_parallel, len(weights), *weights, *biases)  # type: ignore[no-any-return]
@@ -73,7 +77,9 @@ def column_linear(
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sp: bool, n: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, sp: bool, n: int, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:n], parameters[n:]
         full = axis.all_gather(x, SEQUENCE_DIM) if sp else x
         ctx.axis, ctx.sp, ctx.has_bias = axis, sp, [bias is not None for bias in biases]
@@ -81,7 +87,7 @@ class _ColumnLinear(torch.autograd.Function):
         return tuple([F.linear(full, w, b) for w, b in zip(weights, biases)])  # type: ignore[arg-type]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         axis, sp = ctx.axis, ctx.sp
         gathering = axis.all_gather_start(x, SEQUENCE_DIM) if sp else None
@@ -109,7 +115,7 @@ class _RowLinear(torch.autograd.Function):
         return axis.reduce_scatter(partial, SEQUENCE_DIM) if sp else axis.all_reduce(partial)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         full = ctx.axis.all_gather(grad, SEQUENCE_DIM) if ctx.sp else grad
         dx = full @ weight

@@ -42,9 +42,11 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         )
     if layout.sequence_parallel and seq_len % (tp * layout.cp):
         step = tp * layout.cp
+        below = seq_len // step * step
+        nearest = " or ".join(str(length) for length in (below, below + step) if length)
         raise LayoutError(
             f"sequence length {seq_len} is not divisible by tp*cp = {step}, which sequence parallelism needs; "
-            f"nearest: {seq_len // step * step or step} or {-(-seq_len // step) * step}, or add 'nosp'"
+            f"nearest: {nearest}, or add 'nosp'"
         )
 
 
@@ -90,7 +92,15 @@ def place(row: ParameterRow, spec: ModelSpec, layout: Layout) -> ParameterRow:
 
 
 def predict_chunk(
-    spec: ModelSpec, layout: Layout, *, layers: int, first: bool, last: bool, tokens: int, dtype: str, itemsize: int
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    layers: int,
+    first: bool,
+    last: bool,
+    tokens: int,
+    dtype: str,
+    itemsize: int,
 ) -> Events:
     """Events of one microbatch (`tokens` = b*S) through one virtual stage, forward and backward.
 

@@ -90,7 +90,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return torch.where(mask, sums[0].log() - sums[1], 0.0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         softmax, index, mine, mask = ctx.saved_tensors
         dlogits = softmax * mask[..., None]
         dlogits.scatter_add_(-1, index, -mine[..., None].to(dlogits.dtype))

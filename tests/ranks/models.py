@@ -1,0 +1,42 @@
+"""Models that make faults show: everything that can be uneven is uneven."""
+
+from __future__ import annotations
+
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+
+HARD = ModelSpec(
+    name="hard",
+    hidden=32,
+    vocab=53,  # not a multiple of tp
+    blocks=(
+        BlockSpec(
+            attention=AttentionSpec(
+                heads=8, kv_heads=2, head_dim=6, qkv_bias=True, output_bias=True, qk_norm=True, window=7
+            ),  # kv heads < tp 4, head_dim != hidden / heads
+            mlp=MLPSpec(ffn=24, bias=True),
+        ),
+    )
+    * 3,  # not a multiple of pp
+    tied_embeddings=True,
+)
+"""Tied, windowed, biased, QK-normed, grouped; nothing divides."""
+
+PLAIN = ModelSpec(
+    name="plain",
+    hidden=32,
+    vocab=50,
+    blocks=(BlockSpec(attention=AttentionSpec(heads=4, kv_heads=4, head_dim=8), mlp=MLPSpec(ffn=24)),) * 4,
+)
+"""Llama-like with untied embeddings."""
+
+SHAPES = [(tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2) for dp in (1, 2, 4)]
+
+
+def layouts() -> list[Layout]:
+    """TP 1/2/4 x PP 1/2 x DP 1/2/4 under each schedule: 18 shapes, 27 layouts, the smallest first."""
+    found = []
+    for tp, pp, dp in SHAPES:
+        for schedule in ("1f1b", "gpipe") if pp > 1 else ("1f1b",):
+            found.append(Layout(tp=tp, pp=pp, dp=dp, schedule=schedule))
+    return sorted(found, key=lambda layout: layout.world_size)

@@ -1,0 +1,61 @@
+"""Invariants 1 and 2 over the whole grid: the same model as one device, the communication that was predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import ModelSpec
+from fivefold.verify.verify import Reference, common_plans
+
+from .models import HARD, PLAIN, layouts
+
+ONE = Layout()
+_references: dict[tuple[str, str, int], Reference] = {}
+
+
+def check(spec: ModelSpec, layout: Layout, dtype: str) -> None:
+    plan, reference_plan = common_plans(spec, layout, ONE, dtype)
+    key = (spec.name, dtype, layout.dp)
+    if key not in _references or _references[key].plan != reference_plan:
+        _references[key] = Reference(reference_plan, steps=1, seed=0, device="cpu")
+    verdict = _references[key].judge(plan, find_axis=False)
+    assert verdict.passed, f"{verdict.cause}; {verdict.quantities}"
+    assert verdict.events_match
+    assert set(verdict.absent) == {"buffers", "routed_experts"}
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_float64_hard_model(layout: Layout) -> None:
+    check(HARD, layout, "float64")
+
+
+@pytest.mark.parametrize("layout", [cut for cut in layouts() if cut.world_size <= 8], ids=str)
+def test_float32_plain_model(layout: Layout) -> None:
+    check(PLAIN, layout, "float32")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp2 nosp",
+        "tp4 pp2 nosp",
+        "dp2 tp2 nosp",
+        "tp8",
+        "pp3@1+1+1",
+        "pp2@flops",
+        "pp2@1+2",
+        "dp3",
+        "order=dp-tp-cp-pp dp2 tp2 pp2",
+    ],
+)
+def test_float64_options(text: str) -> None:
+    check(HARD, Layout.parse(text), "float64")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("spec", [HARD, PLAIN], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_everything(layout: Layout, spec: ModelSpec, dtype: str) -> None:
+    check(spec, layout, dtype)

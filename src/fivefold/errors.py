@@ -70,6 +70,9 @@ class RankFailure(FivefoldError):
         super().__init__(f"rank {rank} failed first: {cause}")
         self.rank, self.cause, self.details = rank, cause, details
 
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str, str]]:
+        return type(self), (self.rank, self.cause, self.details)
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the closest known word, or an empty text."""

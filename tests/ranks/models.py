@@ -1,26 +1,13 @@
-"""Models that make faults show: everything that can be uneven is uneven."""
+"""Models that make faults show, and the grid of layouts."""
 
 from __future__ import annotations
 
+from fivefold.catalog.models import preset
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 
-HARD = ModelSpec(
-    name="hard",
-    hidden=32,
-    vocab=53,  # not a multiple of tp
-    blocks=(
-        BlockSpec(
-            attention=AttentionSpec(
-                heads=8, kv_heads=2, head_dim=6, qkv_bias=True, output_bias=True, qk_norm=True, window=7
-            ),  # kv heads < tp 4, head_dim != hidden / heads
-            mlp=MLPSpec(ffn=24, bias=True),
-        ),
-    )
-    * 3,  # not a multiple of pp
-    tied_embeddings=True,
-)
-"""Tied, windowed, biased, QK-normed, grouped; nothing divides."""
+HARD = preset("tiny-uneven")
+"""Tied, windowed, biased, QK-normed, kv heads < tp; vocabulary, layers and head size that do not divide."""
 
 PLAIN = ModelSpec(
     name="plain",

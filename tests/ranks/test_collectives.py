@@ -82,6 +82,9 @@ def run_all_reduce(mesh: Mesh) -> None:
     (out * w).sum().backward()
     torch.testing.assert_close(mine.grad, xs[r].grad, rtol=0, atol=1e-12)
     assert torch.equal(mine.detach(), xs[r].detach()), "not in place"
+    dense = torch.ones(2, 3)
+    all_reduce(dense, axis)
+    assert torch.equal(dense, torch.ones(2, 3)), "nor where no copy is needed to make it contiguous"
 
 
 def run_broadcast_input(mesh: Mesh) -> None:

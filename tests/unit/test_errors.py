@@ -36,8 +36,9 @@ def test_user_errors_travel_from_a_rank(cls: type[UserError]) -> None:
 
 def test_rank_failure_names_the_rank_and_the_cause() -> None:
     error = RankFailure(3, "ValueError: no", "Traceback ...")
-    assert str(error) == "rank 3 failed first: ValueError: no"
-    assert (error.rank, error.cause, error.details) == (3, "ValueError: no", "Traceback ...")
+    for same in (error, pickle.loads(pickle.dumps(error))):  # noqa: S301 - our own bytes
+        assert str(same) == "rank 3 failed first: ValueError: no"
+        assert (same.rank, same.cause, same.details) == (3, "ValueError: no", "Traceback ...")
 
 
 def test_nearest_word() -> None:

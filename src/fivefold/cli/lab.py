@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -13,7 +12,7 @@ import click
     "--max-ranks", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest layout to run."
 )
 @click.option(
-    "--steps", type=click.IntRange(1), default=30, show_default=True, help="Training steps of every layout."
+    "--steps", type=click.IntRange(1), default=24, show_default=True, help="Training steps of every layout."
 )
 @click.option(
     "--model", "-m", default="small-llama", show_default=True, help="A preset, or a path to a config.json."
@@ -37,12 +36,13 @@ def command(
     OUT/report.html, which opens offline. The text is the source code of this Python installation.
     """
     from fivefold.catalog.models import resolve
+    from fivefold.cli.output import print_json
 
     spec = resolve(model)
 
     from fivefold.lab.lab import Lab
     from fivefold.records.store import Store
-    from fivefold.report.lab_report import summary_table, verdict
+    from fivefold.report.lab_report import summary_table
 
     with Store.open(records) as store:
         lab = Lab(spec, max_ranks=max_ranks, steps=steps, out=out, store=store, device=device)
@@ -68,12 +68,17 @@ def command(
             }
             for one in result.layouts
         ]
-        click.echo(json.dumps({"passed": result.passed, "report": str(report), "layouts": layouts}, indent=2))
+        print_json(
+            {
+                "passed": result.passed,
+                "report": str(report),
+                "layouts": layouts,
+                "left_out": lab.refused,
+            }
+        )
     else:
         from rich.console import Console
 
-        console = Console()
-        console.print(summary_table(result))
-        console.print(verdict(result), markup=False, highlight=False)
-        console.print(f"report: {report}", markup=False, highlight=False)
+        Console().print(summary_table(result))
+        click.echo(f"report: {report}")
     return 0 if result.passed else 1

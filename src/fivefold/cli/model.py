@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from fivefold.cli.output import print_json
 
 if TYPE_CHECKING:
     from fivefold.core.model_counts import ParameterCounts
@@ -32,7 +33,7 @@ def show(model: str, sequence: int, as_json: bool) -> None:
     spec = resolve(model)
     counts = parameter_counts(spec)
     if as_json:
-        click.echo(json.dumps(_facts(spec, counts, sequence), indent=2))
+        print_json(_facts(spec, counts, sequence))
     else:
         _print_tables(spec, counts, sequence)
 
@@ -59,7 +60,7 @@ def list_presets(as_json: bool) -> None:
             }
             for name, origin, counts in rows
         ]
-        click.echo(json.dumps({"models": models}, indent=2))
+        print_json({"models": models})
         return
     table = Table("preset", "parameters", "active", "source")
     for name, origin, counts in rows:

@@ -33,7 +33,8 @@ class TrainProgress:
         self.steps = steps
         title = f"{plan.model.name} {plan.layout}"
         if not sys.stderr.isatty():
-            print(f"training {title}: {steps} steps on {rank.world_size} ranks", file=sys.stderr)
+            ranks = f"{rank.world_size} rank" + "s" * (rank.world_size > 1)
+            print(f"training {title}: {steps} steps on {ranks}", file=sys.stderr)
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -49,10 +50,11 @@ class TrainProgress:
         self.bar.start()
         self.task = self.bar.add_task("", total=steps, line="")
 
-    def update(self, metrics: StepMetrics, memory_bytes: int) -> None:
+    def update(self, metrics: StepMetrics, memory_bytes: int | None) -> None:
+        memory = "-" if memory_bytes is None else format_bytes(memory_bytes)
         line = (
             f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tok/s  "
-            f"{format_count(metrics.flops_per_s)}FLOP/s  {format_bytes(memory_bytes)}  comm {metrics.comm_frac:.0%}"
+            f"{format_count(metrics.flops_per_s)}FLOP/s  {memory}  comm {metrics.comm_frac:.0%}"
         )
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=metrics.step, line=line)

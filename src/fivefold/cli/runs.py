@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fivefold.cli.output import print_json
 from fivefold.records.store import STATUSES, MetricRow, RunRecord, Store, default_path, store_exists
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def list_runs(limit: int, status: str | None, records: Path | None, as_json: boo
         with Store.open(path, create=False) as store:
             found = store.runs(limit, status)
     if as_json:
-        _print_json({"records": str(path.absolute()), "runs": [_run_as_json(run) for run in found]})
+        print_json({"records": str(path.absolute()), "runs": [_run_as_json(run) for run in found]})
     elif found:
         _print_list(found)
     elif status is not None and exists:
@@ -79,7 +80,7 @@ def show_run(run_id: str, records: Path | None, as_json: bool) -> None:
         results, metrics = store.results(run.id), store.metrics(run.id)
     if as_json:
         rows = [{"step": row.step, "rank": row.rank, "values": row.values} for row in metrics]
-        _print_json({**_run_as_json(run), "results": results, "metrics": rows})
+        print_json({**_run_as_json(run), "results": results, "metrics": rows})
     else:
         _print_run(run, results, metrics)
 
@@ -216,19 +217,6 @@ def _run_as_json(run: RunRecord) -> dict[str, Any]:
 
     times = {"started_at": _utc(run.started_at), "ended_at": run.ended_at and _utc(run.ended_at)}
     return {**asdict(run), **times}
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(_strict(value), indent=2, allow_nan=False))
-
-
-def _strict(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become the texts `nan`, `inf` and `-inf`, which float() reads."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    return [_strict(item) for item in value] if isinstance(value, list) else value
 
 
 def _clean(text: str) -> Any:

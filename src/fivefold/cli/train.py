@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import click
@@ -36,6 +35,7 @@ def command(
 
     Without a launcher the ranks of the layout are started on this machine.
     """
+    from fivefold.cli.output import print_json
     from fivefold.errors import LaunchError
     from fivefold.train.config import load_config
 
@@ -56,7 +56,7 @@ def command(
     if outcome is None:
         return 0
     if as_json:
-        click.echo(json.dumps({"layout": str(settings.layout), **dataclasses.asdict(outcome)}, indent=2))
+        print_json({"layout": str(settings.layout), **dataclasses.asdict(outcome)})
         return 0
     from fivefold.units import format_bytes, format_count
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -54,6 +53,7 @@ def command(
       fivefold verify --model path/to/config.json --shrink --layout "tp8 pp4"
     """
     from fivefold.catalog.models import resolve
+    from fivefold.cli.output import print_json
     from fivefold.core.layout import Layout
 
     candidate, reference, spec = Layout.parse(layout), Layout.parse(against), resolve(model)
@@ -68,7 +68,7 @@ def command(
     )
     verdict = judge.verify(spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device)  # type: ignore[arg-type]
     if as_json:
-        click.echo(json.dumps(verdict.model_dump(mode="json"), indent=2))
+        print_json(verdict.model_dump(mode="json"))
     else:
         _print(verdict)
     return 0 if verdict.passed else 1
@@ -108,6 +108,6 @@ def _print(verdict: Verdict) -> None:
     console.print(
         f"[red]not the same model[/red]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}"
     )
-    console.print(verdict.cause or "", markup=False, highlight=False)
+    console.print(verdict.cause or "", markup=False, highlight=False, soft_wrap=True)
     for line in verdict.event_differences[:10]:
-        console.print(f"  {line}", markup=False, highlight=False)
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.errors import UserError
+from fivefold.runtime.device import check_device_count
 from fivefold.strategies import compose
+from fivefold.verify.verify import check_size
 
 TENSOR, PIPELINE, DATA = (1, 2, 4), (1, 2), (1, 2, 4)
 
@@ -16,12 +18,19 @@ def grid(max_ranks: int) -> list[Layout]:
     return sorted((cut for cut in layouts if cut.world_size <= max_ranks), key=lambda cut: cut.world_size)
 
 
-def legal(plan: Plan, layouts: list[Layout]) -> tuple[list[Layout], dict[str, str]]:
-    """Those that this model and workload allow, and why the others do not: layout -> reason."""
+def check(plan: Plan, device: str) -> None:
+    """Raises: UserError if the model, the workload or this machine does not allow the layout."""
+    compose.check(plan)
+    check_device_count(device, plan.layout.world_size)
+    check_size(plan, advice="choose a smaller model, such as small-llama")
+
+
+def legal(plan: Plan, layouts: list[Layout], device: str) -> tuple[list[Layout], dict[str, str]]:
+    """Those that this model, workload and machine allow, and why the others are not run: layout -> reason."""
     allowed, refused = [], {}
     for layout in layouts:
         try:
-            compose.check(plan.replace(layout=layout))
+            check(plan.replace(layout=layout), device)
         except UserError as error:
             refused[str(layout)] = str(error)
         else:

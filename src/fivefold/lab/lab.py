@@ -25,14 +25,14 @@ from fivefold.core.workload import Workload
 from fivefold.data.batches import PackedDataset
 from fivefold.data.corpus import load_corpus
 from fivefold.data.tokenizer import ByteTokenizer
-from fivefold.errors import FivefoldError
-from fivefold.lab.grid import grid, legal
+from fivefold.errors import FivefoldError, RecordError
+from fivefold.lab.grid import check, grid, legal
 from fivefold.lab.measure import RankReport, measure, timed
 from fivefold.records.machine import machine_facts, versions
 from fivefold.records.store import Store
 from fivefold.report.lab_report import BOUND, JUDGED_STEPS, LabResult, LayoutResult, write_report
 from fivefold.runtime.device import device_kind
-from fivefold.runtime.launch import run_ranks
+from fivefold.runtime.launch import refuse_launcher, run_ranks
 from fivefold.strategies.pipeline.schedules import bubble_frac
 from fivefold.train.trainer import StepMetrics
 from fivefold.units import MIB
@@ -45,7 +45,10 @@ Say = Callable[[str], None]
 
 
 class Lab:
-    """Runs the grid for one model. `say` is told each layout's outcome as it comes."""
+    """Runs the grid for one model.
+
+    Raises: UserError if the model cannot be trained even on one device, or a launcher started this process.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Lab:
         device: str,
         seed: int = 0,
     ) -> None:
+        refuse_launcher()
         ByteTokenizer().check_vocab(spec.vocab, model=spec.name)
         self.spec, self.steps, self.out, self.store, self.seed = spec, steps, out, store, seed
         self.device = device_kind(device)
@@ -71,21 +75,29 @@ class Lab:
                 micro_batch=MICRO_BATCH, dtype="float32", optimizer=OptimizerConfig(lr=LEARNING_RATE)
             ),
         )
-        self.layouts, self.refused = legal(self.plan, grid(max_ranks))
+        check(self.plan, self.device)
+        self.layouts, self.refused = legal(self.plan, grid(max_ranks), self.device)
         self.reference: dict[Key, Whole] | None = None
         self.reference_losses: list[float] = []
 
     def run(self, say: Say) -> LabResult:
-        """All layouts, in order; the report is written anew after each, so that a stopped lab leaves one too."""
-        results: list[LayoutResult] = []
-        for layout in self.layouts:
-            results.append(self._one(layout))
-            say(_line(results[-1], len(results), len(self.layouts)))
-            self.save(results)
-        return self.result(results)
+        """All layouts, in order; `say` is told the outcome of each as it comes.
 
-    def save(self, results: list[LayoutResult]) -> None:
-        write_report(self.result(results), self.out)
+        The report is written at the end, also when the lab is stopped: it then holds what was measured so far.
+        """
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # now, rather than after minutes of measuring
+            raise RecordError(f"cannot write the report to {self.out}: {error.strerror or error}") from None
+        results: list[LayoutResult] = []
+        try:
+            for layout in self.layouts:
+                results.append(self._one(layout))
+                say(_line(results[-1], len(results), len(self.layouts)))
+        finally:
+            if results:
+                write_report(self.result(results), self.out)
+        return self.result(results)
 
     def result(self, layouts: list[LayoutResult]) -> LabResult:
         """What was measured so far."""
@@ -93,7 +105,12 @@ class Lab:
         return LabResult(
             model=self.spec.name,
             parameters=parameter_counts(self.spec)["total_parameters"],
-            machine={key: facts.get(key) for key in ("cpu", "cores", "memory")} | {"device": self.device},
+            machine={
+                "device": self.device,
+                "cpu": facts["cpu"],
+                "cores": facts["cores"],
+                "memory": facts["memory_bytes"],
+            },
             steps=self.steps,
             seq_len=SEQ_LEN,
             global_batch=GLOBAL_BATCH,
@@ -134,9 +151,11 @@ class Lab:
     def _judge(self, plan: Plan, reports: list[RankReport]) -> LayoutResult:
         """Compare with one device (the first layout), and sum up the times."""
         observations = [report.observation for report in reports]
-        if self.reference is None:
+        if plan.layout.world_size == 1:
             self.reference = assemble(observations)
             self.reference_losses = [m.loss for m in reports[0].metrics]
+        if self.reference is None:
+            raise FivefoldError("not judged: the run on one device, which it is compared with, failed")
         verdict = judge(plan, observations, self.reference, steps=1)
         losses = [m.loss for m in reports[0].metrics]
         loss_error = max(

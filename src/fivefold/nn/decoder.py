@@ -35,6 +35,7 @@ class Decoder(nn.Module):
 
     Shapes: tokens_BS (int64) if it holds the embedding, else hidden_BSD; positions [B or 1, S]; valid_BS or None
             -> logits_BSV if it holds the head, else hidden_BSD.
+    Raises: ModelError for a model that it does not compute exactly.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

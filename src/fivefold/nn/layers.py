@@ -5,12 +5,9 @@ Shape letters: B batch, S sequence, D hidden, O output features.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 class Projections(nn.Module):
@@ -32,10 +29,7 @@ class Projections(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim (Zhang and Sennrich 2019, eq. 4), computed in at least float32.
-
-    Saved for backward: x and one number per row, on every device.
-    """
+    """Root-mean-square norm over the last dim (Zhang and Sennrich 2019, eq. 4), computed in at least float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -43,37 +37,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cpu:
-            return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return]
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """What accelerators have as one kernel. torch composes it on the CPU of parts that keep twice the memory.
-
-    Formula: y = x r w with r = (mean(x^2) + eps)^(-1/2) per row;
-             dw = sum over rows of dy x r;  dx = dy w r - x r^3 mean(dy x w).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        size, dtype = x.shape[-1], scale.dtype
-        wide, wide_weight = x.to(dtype), weight.to(dtype)
-        product = (grad * wide).reshape(-1, size)
-        grad_weight = scale.reshape(-1) @ product
-        along = (product @ wide_weight).view(scale.shape).mul_(scale.pow(3)).div_(-size)
-        grad_x = (grad * wide_weight).mul_(scale).addcmul_(wide, along)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class TokenLoss(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.model_spec import ModelSpec, RopeScaling, plain_parts
+from fivefold.errors import ModelError, nearest_numbers
 
 
 class Rope(nn.Module):
@@ -16,11 +17,12 @@ class Rope(nn.Module):
     Shapes: positions [B or 1, S] (int) -> cos, sin, each [B or 1, S, 1, H], in at least float32; the first half of
             the sines is negated.
     Angles are computed in the dtype that is asked for, so that float64 stays float64 throughout.
+    Raises: ModelError where heads differ in size between layers, or their size is odd.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim = plain_parts(spec.blocks[0])[0].head_dim
+        self.head_dim = _head_dim(spec)
         self.theta = spec.rope_theta
         self.scaling = spec.rope_scaling
         self._frequencies: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -35,6 +37,20 @@ class Rope(nn.Module):
             self._frequencies[key] = signed.to(device=positions.device, dtype=dtype)
         angles = positions[:, :, None, None].to(dtype) * self._frequencies[key]
         return angles.cos(), angles.sin()
+
+
+def _head_dim(spec: ModelSpec) -> int:
+    sizes = sorted({plain_parts(block)[0].head_dim for block in dict.fromkeys(spec.blocks)})
+    if len(sizes) > 1:
+        raise ModelError(
+            f"{spec.name}: heads of sizes {sizes} in different layers; one table of angles needs one size"
+        )
+    if sizes[0] % 2:
+        raise ModelError(
+            f"{spec.name}: a head of {sizes[0]} dims cannot be rotated in pairs; "
+            f"nearest: {nearest_numbers(sizes[0], range(2, sizes[0] + 2, 2))}"
+        )
+    return sizes[0]
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fivefold.compat import warm_up_imports
-from fivefold.errors import LaunchError, RankFailure, UserError
+from fivefold.errors import FivefoldError, LaunchError, RankFailure
 from fivefold.runtime.device import Device, check_device_count, device_kind, select_device
 from fivefold.runtime.mesh import DEFAULT_TIMEOUT
 
@@ -56,9 +56,10 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(rank, *args)` in `ranks` forked processes and return their results in order of rank.
 
-    Raises: RankFailure with the first cause, UserError if a rank refused the job as the user's mistake,
+    Raises: RankFailure with the first cause, or a rank's own FivefoldError (a user's mistake, training that diverged);
             LaunchError if the ranks cannot be started. KeyboardInterrupt ends all ranks, then goes on.
     """
+    refuse_launcher()
     kind = device_kind(device)
     check_device_count(kind, ranks)
     listener = _listen(port)
@@ -138,7 +139,7 @@ def _child(
             pickle.dumps((time.time(), "result", function(Rank(rank, ranks, device), *args))),
         )
     except BaseException as error:
-        reason = error if isinstance(error, UserError) else None
+        reason = error if isinstance(error, FivefoldError) else None
         value = (reason, _one_line(error), traceback.format_exc())
         failed, report = True, pickle.dumps((time.time(), "error", value))
     with contextlib.suppress(OSError, EOFError):
@@ -172,8 +173,8 @@ def _collect(pipes: list[Connection], processes: list[Any]) -> list[Any]:
                 failures.append((moment, rank, *value))
                 deadline = deadline or time.monotonic() + GRACE_S
     if failures:
-        _, rank, user_error, line, details = min(failures, key=lambda failure: failure[:2])
-        raise user_error or RankFailure(rank, line, details)
+        _, rank, told, line, details = min(failures, key=lambda failure: failure[:2])
+        raise told or RankFailure(rank, line, details)
     for pipe in pipes:
         with contextlib.suppress(OSError):
             pipe.send_bytes(b"leave")
@@ -226,6 +227,15 @@ def _die_with_parent() -> None:
 def under_launcher() -> bool:
     """Whether this process was started as one rank of a job (torchrun, or Slurm with the same variables)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def refuse_launcher() -> None:
+    """Raises: LaunchError where this process is one rank of a job already and should start ranks of its own."""
+    if under_launcher():
+        raise LaunchError(
+            f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that a launcher started, but the command "
+            f"starts its own ranks on one machine; run it without torchrun (of all commands only train runs under it)"
+        )
 
 
 @contextlib.contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -34,7 +35,9 @@ class Progress(Protocol):
     """What shows a run while it goes on; lives on rank 0."""
 
     def start(self, plan: Plan, steps: int, rank: Rank) -> None: ...
-    def update(self, metrics: StepMetrics, memory_bytes: int) -> None: ...
+    def update(self, metrics: StepMetrics, memory_bytes: int | None) -> None:
+        """`memory_bytes`: the peak of the profiled step on this rank; None before that step."""
+
     def stop(self) -> None: ...
 
 
@@ -142,7 +145,7 @@ def train_rank(
             if metrics.step % config.log.every == 0 or metrics.step == config.steps:
                 log.step(metrics)
             if first:
-                progress.update(metrics, trainer.profile.peak_memory_bytes if trainer.profile else 0)
+                progress.update(metrics, trainer.profile.peak_memory_bytes if trainer.profile else None)
         profile = trainer.profile
         assert profile is not None, "a run has at least one step"
         peaks = log.finish(profile.peak_memory_bytes, total_bytes(profile.events))
@@ -183,21 +186,16 @@ class Log:
 
     def __init__(self, config: TrainConfig, rank: Rank, run: Run | None) -> None:
         self.rank, self.run = rank, run
-        self.file: TextIO | None = None
         self.rows: list[tuple[int, int, dict[str, float]]] = []
         self.logged = 0
-        if rank.rank == 0 and config.log.metrics is not None:
-            try:
-                config.log.metrics.parent.mkdir(parents=True, exist_ok=True)
-                self.file = config.log.metrics.open("w", encoding="utf-8", buffering=1)
-            except OSError as error:
-                raise RecordError(f"cannot write metrics to {config.log.metrics}: {error.strerror}") from None
+        path = config.log.metrics if rank.rank == 0 else None
+        self.file = None if path is None else MetricsFile(path)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one step. Comm: every `RANK_ROWS_EVERY` logged steps the ranks' numbers are gathered on rank 0."""
         numbers = metrics.numbers()
         if self.file is not None:
-            self.file.write(json.dumps({"step": metrics.step, **numbers}) + "\n")
+            self.file.write({"step": metrics.step, **numbers})
         if self.rank.rank == 0 and self.run is not None:
             self.run.log(metrics.step, 0, numbers)
         elif self.rank.rank > 0:
@@ -232,6 +230,39 @@ class Log:
         found: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
         dist.gather_object(value, found, dst=0)
         return found if found is not None else [value]
+
+
+class MetricsFile:
+    """One JSON object per line, each written at once: after any end of the run the file holds whole lines only.
+
+    Raises: RecordError, one line, where the file cannot be written (a full disk, a folder that is read-only).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise RecordError(f"cannot write metrics to {path}: {error.strerror or error}") from None
+
+    def write(self, values: dict[str, float]) -> None:
+        """Append one line."""
+        line = json.dumps(values).encode() + b"\n"
+        rest = memoryview(line)
+        try:
+            while rest:  # a disk that is nearly full takes a part of the line, and refuses only the next part
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a pipe cannot be cut
+                self.file.truncate(self.size)
+            raise RecordError(
+                f"cannot write metrics to {self.path}: {error.strerror or error}; the steps before are kept"
+            ) from None
+        self.size += len(line)
+
+    def close(self) -> None:
+        self.file.close()
 
 
 class _no_run:

@@ -58,8 +58,8 @@ def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
     """Set each axis to 1 in turn; the axes without which the difference is gone are the guilty ones."""
     axes = [axis for axis in ("tp", "cp", "pp", "dp") if layout.degree(axis) > 1]
     guilty = [axis for axis in axes if not still_fails(layout.without(axis))]  # type: ignore[arg-type]
-    if len(axes) == 1:
-        return f"axis {axes[0]} (the only one)"
+    if not guilty and len(axes) == 1:
+        return f"not axis {axes[0]}: with {axes[0]} = 1 the difference stays, so look at the layout compared with"
     if not guilty:
         return f"the difference stays whichever of {', '.join(axes)} is set to 1"
     if len(guilty) == 1:

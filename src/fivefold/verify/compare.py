@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 
@@ -85,8 +86,7 @@ def compare(observations: list[Observation], reference: dict[Key, Whole]) -> Err
             continue
         whole = reference[key]
         scale = max(_largest(whole.values), floors.get((piece.quantity, whole.block), 0.0))
-        distance = _distance(piece.values, whole.values[piece.region])
-        error = distance / scale if scale else float("inf" if distance else 0.0)
+        error = _relative(_distance(piece.values, whole.values[piece.region]), scale)
         errors.by_tensor[key] = max(error, errors.by_tensor.get(key, 0.0))
     for key, error in errors.by_tensor.items():
         if error > 0.0 and key in seen:
@@ -117,10 +117,17 @@ def _distance(a: Array, b: Array) -> float:
     return float(np.abs(a.astype(np.float64) - b).max(initial=0.0))
 
 
+def _relative(distance: float, scale: float) -> float:
+    """Never NaN, which `max` may lose: what cannot be measured is infinitely far."""
+    if distance == 0.0 and isfinite(scale):
+        return 0.0
+    return distance / scale if scale and isfinite(distance) and isfinite(scale) else float("inf")
+
+
 def _ratio(a: Array, b: Array) -> tuple[float, float]:
     """The least-squares ratio of a to b, and the error that is left at it."""
     square = float((b * b).sum())
-    if square == 0.0 or not np.all(np.isfinite(a)):
+    if not 0.0 < square < float("inf") or not np.all(np.isfinite(a)):
         return float("nan"), float("inf")
     ratio = float((a * b).sum()) / square
     return ratio, _distance(a, ratio * b) / max(_largest(a), _largest(ratio * b), 1e-300)

@@ -35,6 +35,9 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 """Largest error that is rounding. AdamW weights are judged in float64: the mere order of microbatches moves them."""
 
 MICRO_BATCH, MICROBATCHES, SHORTEST = 2, 3, 16
+HIDDEN, HEAD_DIM = 64, 8
+"""Widths of a shrunk model."""
+SHRINK = "use --shrink, which keeps heads, layers and features and makes everything else small"
 CLIP_NORM = 0.5
 """Below the usual first gradient norm, so that clipping acts and the weights depend on the norm."""
 
@@ -163,7 +166,7 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType)
     """A small workload that is legal for both layouts, and the two plans.
 
     Two sequences a microbatch, at least two microbatches on every data rank, the same global batch; a sequence that
-    both can cut and that is longer than a short attention window.
+    both can cut and that is longer than a short attention window, where the model has so many positions.
     """
     if dtype not in BOUNDS:
         raise ConfigError(f"verify knows the bounds of {' and '.join(BOUNDS)}, not of {dtype!r}")
@@ -174,7 +177,8 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType)
         if isinstance(b.attention, AttentionSpec) and b.attention.window
     ]
     wanted = max(SHORTEST, *(w + w // 2 for w in windows if w <= 64), 0)
-    seq_len = -(-wanted // unit) * unit
+    longest = spec.max_positions // unit * unit or unit
+    seq_len = min(-(-wanted // unit) * unit, longest)
     global_batch = MICRO_BATCH * MICROBATCHES * lcm(layout.dp, against.dp)
     plans = [
         Plan(
@@ -193,7 +197,7 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType)
     return plans[0], plans[1]
 
 
-def check_size(plan: Plan) -> None:
+def check_size(plan: Plan, *, advice: str = SHRINK) -> None:
     """Raises: ConfigError if all ranks together do not fit this machine's memory."""
     count = parameter_counts(plan.model)["total_parameters"]
     copies = 8 * plan.layout.data  # parameters, gradients, moments, and what is kept of each
@@ -202,8 +206,7 @@ def check_size(plan: Plan) -> None:
     if needed > free:
         raise ConfigError(
             f"verifying {plan.model.name} ({format_count(count)} parameters) under {plan.layout} in "
-            f"{plan.execution.dtype} takes about {format_bytes(needed)}, {format_bytes(free)} are free here; "
-            f"use --shrink, which keeps heads, layers and features and makes everything else small"
+            f"{plan.execution.dtype} takes about {format_bytes(needed)}, {format_bytes(free)} are free here; {advice}"
         )
 
 
@@ -222,11 +225,15 @@ def shrink(spec: ModelSpec) -> ModelSpec:
     for block in spec.blocks:
         attention = block.attention
         if isinstance(attention, AttentionSpec):
-            attention = attention.replace(head_dim=8, window=attention.window and min(attention.window, 24))
+            attention = attention.replace(
+                head_dim=HEAD_DIM,
+                rope_dim=attention.rope_dim and min(attention.rope_dim, HEAD_DIM),
+                window=attention.window and min(attention.window, 24),
+            )
         mlp = block.mlp.replace(ffn=block.mlp.ffn // _smallest_unit(block.mlp.ffn))
         blocks.append(block.replace(attention=attention, mlp=mlp))
     vocab = min(spec.vocab, 512 + spec.vocab % 512)
-    return spec.replace(name=f"{spec.name} (shrunk)", hidden=64, vocab=vocab, blocks=tuple(blocks))
+    return spec.replace(name=f"{spec.name} (shrunk)", hidden=HIDDEN, vocab=vocab, blocks=tuple(blocks))
 
 
 def _smallest_unit(ffn: int) -> int:

@@ -1,0 +1,23 @@
+"""What `--json` prints: one object on standard output that every JSON reader takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import click
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print `value`. JSON has no NaN and no infinity: they become the texts nan, inf and -inf, which float() reads."""
+    click.echo(json.dumps(strict(value), indent=2, allow_nan=False))
+
+
+def strict(value: Any) -> Any:
+    """The same value with texts in place of numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import resource
 import socket
 import subprocess
@@ -17,6 +20,7 @@ from .command_line import CommandLine
 
 LAYOUTS = ("dp1", "dp2", "tp2", "pp2")
 PROMPT_S = 5.0
+HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-12)])
@@ -221,6 +225,31 @@ def test_ctrl_c(fivefold: CommandLine, whole_group: bool) -> None:
     steps = [row["step"] for row in run["metrics"] if row["rank"] == 0]
     assert steps == list(range(1, len(steps) + 1))
     assert abs(len(steps) - len(fivefold.metrics())) <= 1  # it may end between the two
+
+
+def test_ctrl_c_gives_the_cursor_back(fivefold: CommandLine) -> None:
+    """On a terminal rank 0 draws a bar, which hides the cursor; it is ended before it can show it again."""
+    master, slave = pty.openpty()
+    command = fivefold.start(
+        "train",
+        "train.yaml",
+        "layout=dp2",
+        "steps=100000",
+        before=lambda: os.dup2(slave, sys.stderr.fileno()),
+    )
+    os.close(slave)
+    shown = b""
+    while b"1/100000" not in shown and b"loss" not in shown:
+        shown += os.read(master, 4096)
+    assert HIDE_CURSOR in shown
+    command.interrupt(whole_group=True)
+    with contextlib.suppress(OSError):  # Linux says EIO where the other end is closed
+        while chunk := os.read(master, 4096):
+            shown += chunk
+    os.close(master)
+    assert command.ended().code == 130
+    assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
+    assert b"fivefold: interrupted" in shown
 
 
 def test_a_rank_that_is_killed(fivefold: CommandLine) -> None:

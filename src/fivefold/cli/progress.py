@@ -65,3 +65,10 @@ class TrainProgress:
     def stop(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+    def leave(self) -> None:
+        """In the process that started the ranks: rank 0 may have been ended while its bar hid the cursor."""
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            Console(stderr=True).show_cursor(True)

@@ -52,7 +52,11 @@ def command(
     from fivefold.cli.progress import TrainProgress
     from fivefold.train.run import train
 
-    outcome = train(settings, device=device, port=port, progress=TrainProgress())
+    progress = TrainProgress()
+    try:
+        outcome = train(settings, device=device, port=port, progress=progress)
+    finally:
+        progress.leave()
     if outcome is None:
         return 0
     if as_json:

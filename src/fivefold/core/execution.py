@@ -22,7 +22,7 @@ class Execution(Value):
     micro_batch: int = Field(default=1, gt=0)
     """Sequences that one rank computes at a time."""
     dtype: DType = "float32"
-    """Parameters and compute."""
+    """Parameters and compute. bfloat16 keeps float32 master weights beside them, which the optimizer updates."""
     recompute: Literal["none"] = "none"
     optimizer: OptimizerConfig = OptimizerConfig()
     bucket_mib: float = Field(default=25.0, gt=0)
@@ -31,6 +31,15 @@ class Execution(Value):
     @property
     def itemsize_bytes(self) -> int:
         return ITEMSIZE_BYTES[self.dtype]
+
+    @property
+    def grad_dtype(self) -> DType:
+        """Gradients are accumulated, reduced and applied in it: at least float32 (Micikevicius et al. 2018, 3.1)."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
+    def grad_itemsize_bytes(self) -> int:
+        return ITEMSIZE_BYTES[self.grad_dtype]
 
 
 def microbatches(workload: Workload, layout: Layout, execution: Execution) -> int:

@@ -114,9 +114,8 @@ class Engine:
 
     def tensors(self) -> list[Tensor]:
         """Parameters, gradients and optimizer state that live on this rank now."""
-        pairs = [parameter for chunk in self.parameters.values() for _, parameter in chunk]
-        states = [tensor for state in self.data.state().values() for tensor in state.values()]
-        return [*pairs, *(p.grad for p in pairs if p.grad is not None), *states]
+        parameters = [parameter for chunk in self.parameters.values() for _, parameter in chunk]
+        return [*parameters, *self.data.tensors()]
 
     def _count_valid(self, batches: list[Microbatch]) -> Tensor:
         """Valid tokens of the global batch, at least 1."""

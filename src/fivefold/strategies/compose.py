@@ -58,6 +58,7 @@ def predict_events(plan: Plan, rank: int) -> Events:
     count = microbatches(plan.workload, layout, execution)
     tokens = execution.micro_batch * plan.workload.seq_len
     dtype, itemsize = execution.dtype, execution.itemsize_bytes
+    grad_dtype, grad_itemsize = execution.grad_dtype, execution.grad_itemsize_bytes
     chunks = rows_of(parameter_table(plan.model, layout, plan.workload.seq_len), layout, pp_rank)
     rows = [row for chunk in chunks.values() for row in chunk]
     layers = stage_layers(plan.model, layout, plan.workload.seq_len)
@@ -68,14 +69,14 @@ def predict_events(plan: Plan, rank: int) -> Events:
             tokens=tokens, dtype=dtype, itemsize=itemsize,
         )  # fmt: skip
         events.update({event: n * count for event, n in passes.items()})
-        events += data.predict_reduction(chunk_rows, layout, int(execution.bucket_mib * MIB), dtype, itemsize)
+        events += data.predict_reduction(chunk_rows, layout, int(execution.bucket_mib * MIB), grad_dtype, grad_itemsize)
     events += pipeline.predict_transfers(
         rank_actions(layout, pp_rank, count),
         tokens=tokens // layout.tp if layout.sequence_parallel else tokens,
         hidden=plan.model.hidden, dtype=dtype, itemsize=itemsize,
     )  # fmt: skip
-    events += tensor.predict_gradient_sums(rows, layout, dtype, itemsize)
-    events += pipeline.predict_tie(rows, layout, dtype, itemsize)
+    events += tensor.predict_gradient_sums(rows, layout, grad_dtype, grad_itemsize)
+    events += pipeline.predict_tie(rows, layout, grad_dtype, grad_itemsize)
     return events + _predict_scalars(layout)
 
 

@@ -18,7 +18,7 @@ from fivefold.core.plan import Plan
 from fivefold.data.batches import PackedDataset
 from fivefold.data.corpus import load_corpus
 from fivefold.data.tokenizer import ByteTokenizer
-from fivefold.errors import ConfigError, DataError, LaunchError, RecordError
+from fivefold.errors import DataError, LaunchError, RecordError
 from fivefold.records.store import Run, Store, default_path
 from fivefold.runtime.device import device_kind
 from fivefold.runtime.launch import Rank, joined_rank, run_ranks, under_launcher
@@ -69,10 +69,6 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, PackedDataset]:
         execution=config.execution,
     )
     compose.check(plan)
-    if config.dtype == "bfloat16":
-        raise ConfigError(
-            "dtype bfloat16 cannot be trained yet (it needs float32 master weights); use float32"
-        )
     corpus = load_corpus(config.data, limit_bytes=int(config.data_limit_mib * MIB))
     return plan, PackedDataset(corpus, config.seq_len, config.seed)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fivefold.core.cluster import Cluster
-from fivefold.core.execution import Execution
+from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from fivefold.core.optimizer import OptimizerConfig
@@ -24,27 +24,37 @@ from fivefold.train.trainer import Trainer
 
 V, D, FFN, N, KV, H, LAYERS, S, G = 31, 16, 24, 4, 2, 4, 2, 10, 6
 STEPS = 5
-SPEC = ModelSpec(
-    name="tiny",
-    hidden=D,
-    vocab=V,
-    blocks=(BlockSpec(attention=AttentionSpec(heads=N, kv_heads=KV, head_dim=H), mlp=MLPSpec(ffn=FFN)),)
-    * LAYERS,
-)
-PARAMETERS = 2 * V * D + LAYERS * (2 * D * N * H + 2 * D * KV * H + 3 * D * FFN + 2 * D) + D
+
+
+def llama(hidden: int, ffn: int) -> ModelSpec:
+    block = BlockSpec(attention=AttentionSpec(heads=N, kv_heads=KV, head_dim=H), mlp=MLPSpec(ffn=ffn))
+    return ModelSpec(name="tiny", hidden=hidden, vocab=V, blocks=(block,) * LAYERS)
+
+
+def parameters(hidden: int, ffn: int) -> int:
+    layer = 2 * hidden * N * H + 2 * hidden * KV * H + 3 * hidden * ffn + 2 * hidden
+    return 2 * V * hidden + LAYERS * layer + hidden
+
+
+SPEC = llama(D, FFN)
 ADAMW = OptimizerConfig(lr=0.02, warmup_steps=2, clip_norm=0.5, weight_decay=0.1)
 DATA = SyntheticDataset(V, S, seed=3)
 RANK = Rank(0, 1, Device(torch.device("cpu")))
 
 
-def make(optimizer: OptimizerConfig = ADAMW, dtype: str = "float64", steps: int = STEPS) -> Trainer:
-    execution = Execution(micro_batch=2, dtype=dtype, optimizer=optimizer)  # type: ignore[arg-type]
+def make(
+    optimizer: OptimizerConfig = ADAMW,
+    *,
+    steps: int = STEPS,
+    spec: ModelSpec = SPEC,
+    dtype: DType = "float64",
+) -> Trainer:
     plan = Plan(
-        model=SPEC,
+        model=spec,
         cluster=Cluster.parse("cpu"),
         workload=Workload(seq_len=S, global_batch=G),
         layout=Layout(),
-        execution=execution,
+        execution=Execution(micro_batch=2, dtype=dtype, optimizer=optimizer),
     )
     return Trainer(plan, RANK, DATA, steps=steps, seed=7)
 
@@ -108,11 +118,11 @@ def test_no_communication_on_one_device() -> None:
 
 def test_memory_of_a_model_much_larger_than_its_batch() -> None:
     """Then it is what lives from step to step: weights, gradients and two moments, 16 bytes a parameter."""
-    trainer = make(dtype="float32", spec=WIDE, seq_len=2, batch=1)
+    trainer = make(dtype="float32", spec=llama(512, 1024))
     trainer.step(0)
     trainer.step(1)
     assert trainer.profile is not None
-    assert 1.0 <= trainer.profile.peak_memory_bytes / (16 * WIDE_PARAMETERS) < 1.1
+    assert 1.0 <= trainer.profile.peak_memory_bytes / (16 * parameters(512, 1024)) < 1.1
 
 
 def test_one_step_is_profiled_too() -> None:

@@ -48,12 +48,19 @@ class DataParallel(Protocol):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state by parameter name."""
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that it keeps on this rank, for counting memory."""
+
 
 MakeOptimizer = Callable[[list[tuple[ParameterRow, nn.Parameter]]], torch.optim.Optimizer]
 
 
 class Replicated:
-    """ZeRO-0. With one data rank it adds no buffer, no hook and no collective."""
+    """ZeRO-0. With one data rank and parameters in float32 or float64 it adds no buffer, no hook and no collective.
+
+    Parameters in bfloat16 have a float32 master each: microbatch gradients are added to it in float32, reduced in
+    float32, and the optimizer updates it and rounds it to the parameter (Micikevicius et al. 2018, sections 3.1-3.2).
+    """
 
     def __init__(
         self,
@@ -66,14 +73,20 @@ class Replicated:
         """`parameters`: chunk -> its (row, parameter) pairs in the order of the model."""
         self.mesh = mesh
         self.axis = mesh.axis("data")
-        self.pairs = [pair for chunk in parameters.values() for pair in chunk]
-        self.optimizer = make_optimizer(self.pairs)
+        masters = {chunk: [(row, p, _master(p)) for row, p in pairs] for chunk, pairs in parameters.items()}
+        self.triples = [triple for chunk in masters.values() for triple in chunk]
+        self.optimizer = make_optimizer([(row, master) for row, _, master in self.triples])
         self.buckets: dict[int, list[_Bucket]] = {chunk: [] for chunk in parameters}
         self._bucket_of: dict[str, _Bucket] = {}
         self._watched: set[int] = set()
         if self.axis.degree > 1:
-            for chunk, pairs in parameters.items():
-                self._make_buckets(chunk, {row.name: (row, p) for row, p in pairs}, bucket_bytes)
+            for chunk, triples in masters.items():
+                self._make_buckets(chunk, [(row, master) for row, _, master in triples], bucket_bytes)
+        for row, parameter, master in self.triples:
+            if master is not parameter or self.axis.degree > 1:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, row=row, master=master: self._accumulated(row, p, master)
+                )
 
     def unshard(self, chunk: int) -> None:
         """Nothing to gather: every rank holds all."""
@@ -85,8 +98,8 @@ class Replicated:
         self._watched.add(chunk)
 
     def grad_ready(self, row: ParameterRow) -> None:
-        bucket = self._bucket_of[row.name]
-        if bucket.chunk not in self._watched:
+        bucket = self._bucket_of.get(row.name)
+        if bucket is None or bucket.chunk not in self._watched:
             return
         bucket.missing -= 1
         if bucket.missing == 0:
@@ -108,9 +121,9 @@ class Replicated:
 
     def local_gradients(self) -> list[tuple[ParameterRow, Tensor]]:
         gradients = []
-        for row, parameter in self.pairs:
-            assert parameter.grad is not None, f"{row.name} has no gradient"
-            gradients.append((row, parameter.grad))
+        for row, _, master in self.triples:
+            assert master.grad is not None, f"{row.name} has no gradient"
+            gradients.append((row, master.grad))
         return gradients
 
     def step(self, lr: float) -> None:
@@ -121,31 +134,52 @@ class Replicated:
             self.optimizer.zero_grad(set_to_none=True)
         for bucket in self._all_buckets():
             bucket.flat.zero_()
+        for _, parameter, master in self.triples:
+            if master is not parameter:
+                parameter.detach().copy_(master)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {
             row.name: {
                 key: value for key, value in self.optimizer.state[p].items() if isinstance(value, Tensor)
             }
-            for row, p in self.pairs
+            for row, _, p in self.triples
         }
+
+    def tensors(self) -> list[Tensor]:
+        """Masters (or parameters), their gradients and the optimizer's state, as far as they exist now."""
+        masters = [master for _, _, master in self.triples]
+        states = [tensor for state in self.state().values() for tensor in state.values()]
+        return [*masters, *(p.grad for p in masters if p.grad is not None), *states]
+
+    def _accumulated(self, row: ParameterRow, parameter: Tensor, master: nn.Parameter) -> None:
+        """After a microbatch's backward: add a narrow gradient to the master's, then say that it is there."""
+        if master is not parameter:
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+        self.grad_ready(row)
 
     def _all_buckets(self) -> Iterable[_Bucket]:
         return (bucket for chunk in self.buckets.values() for bucket in chunk)
 
-    def _make_buckets(
-        self, chunk: int, by_name: dict[str, tuple[ParameterRow, nn.Parameter]], limit: int
-    ) -> None:
-        rows = [row for row, _ in by_name.values()]
-        itemsize = next(iter(by_name.values()))[1].itemsize
-        for group in buckets(rows, self.mesh.layout, limit, itemsize):
-            bucket = _Bucket(chunk, [by_name[row.name][1] for row in group])
+    def _make_buckets(self, chunk: int, pairs: list[tuple[ParameterRow, nn.Parameter]], limit: int) -> None:
+        masters = {row.name: master for row, master in pairs}
+        itemsize = pairs[0][1].itemsize
+        for group in buckets([row for row, _ in pairs], self.mesh.layout, limit, itemsize):
+            bucket = _Bucket(chunk, [masters[row.name] for row in group])
             self.buckets[chunk].append(bucket)
-            for row in group:
-                self._bucket_of[row.name] = bucket
-                by_name[row.name][1].register_post_accumulate_grad_hook(
-                    lambda _, row=row: self.grad_ready(row)
-                )
+            self._bucket_of.update({row.name: bucket for row in group})
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """The float32 copy that the optimizer updates; the parameter itself where it is wide enough."""
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return nn.Parameter(parameter.detach().float())
 
 
 class _Bucket:

@@ -9,7 +9,8 @@ FivefoldError                exit code 1
 │   ├── WorkloadError        a batch or sequence length that does not divide
 │   ├── DataError            a corpus that is empty or cannot be read
 │   ├── LaunchError          ranks that cannot be started (port in use, too few devices)
-│   └── RecordError          a record store that cannot be read or written
+│   ├── RecordError          a record store that cannot be read or written
+│   └── CheckpointError      a checkpoint that is damaged, incomplete, or of another job
 └── RankFailure              a rank died while running; the first cause comes first
 """
 
@@ -61,6 +62,10 @@ class LaunchError(UserError):
 
 class RecordError(UserError):
     """A record store that cannot be read or written."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, incomplete, or of another model or job (what differs is named)."""
 
 
 class RankFailure(FivefoldError):

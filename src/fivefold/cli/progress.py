@@ -29,12 +29,13 @@ class TrainProgress:
         self.said = 0.0
         self.steps = 0
 
-    def start(self, plan: Plan, steps: int, rank: Rank) -> None:
+    def start(self, plan: Plan, first: int, steps: int, rank: Rank) -> None:
         self.steps = steps
         title = f"{plan.model.name} {plan.layout}"
         if not sys.stderr.isatty():
             ranks = f"{rank.world_size} rank" + "s" * (rank.world_size > 1)
-            print(f"training {title}: {steps} steps on {ranks}", file=sys.stderr)
+            since = f", from step {first}" if first else ""
+            print(f"training {title}: {steps} steps on {ranks}{since}", file=sys.stderr)
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -48,7 +49,7 @@ class TrainProgress:
         )
         self.bar = Progress(*columns, console=Console(stderr=True))
         self.bar.start()
-        self.task = self.bar.add_task("", total=steps, line="")
+        self.task = self.bar.add_task("", total=steps, completed=first, line="")
 
     def update(self, metrics: StepMetrics, memory_bytes: int | None) -> None:
         memory = "-" if memory_bytes is None else format_bytes(memory_bytes)
@@ -61,6 +62,13 @@ class TrainProgress:
         elif time.monotonic() - self.said > PLAIN_EVERY_S or metrics.step in (1, self.steps):
             self.said = time.monotonic()
             print(f"step {metrics.step}/{self.steps}  {line}", file=sys.stderr)
+
+    def warn(self, line: str) -> None:
+        """Say something above the bar; the run goes on."""
+        if self.bar is not None:
+            self.bar.console.print(f"warning: {line}", markup=False, highlight=False)
+        else:
+            print(f"warning: {line}", file=sys.stderr)
 
     def stop(self) -> None:
         if self.bar is not None:

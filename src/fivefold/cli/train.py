@@ -11,6 +11,13 @@ import click
 @click.command()
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1)
+@click.option(
+    "--resume", help="auto (the newest checkpoint of checkpoint.folder, if any), or a checkpoint's folder."
+)
+@click.option(
+    "--restarts", type=click.IntRange(0), default=0, show_default=True,
+    help="Start again from the newest checkpoint so many times when a rank dies.",
+)  # fmt: skip
 @click.option("--ranks", type=click.IntRange(1), help="Ranks to start here; must be those of the layout.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option(
@@ -20,6 +27,8 @@ import click
 def command(
     config: str | None,
     overrides: tuple[str, ...],
+    resume: str | None,
+    restarts: int,
     ranks: int | None,
     device: str,
     port: int | None,
@@ -54,7 +63,9 @@ def command(
 
     progress = TrainProgress()
     try:
-        outcome = train(settings, device=device, port=port, progress=progress)
+        outcome = train(
+            settings, device=device, port=port, resume=resume, restarts=restarts, progress=progress
+        )
     finally:
         progress.leave()
     if outcome is None:

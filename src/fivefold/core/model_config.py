@@ -14,7 +14,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.core.model_spec import MOST_LAYERS, MOST_VOCAB, MOST_WIDTH, BlockSpec, ModelSpec, RopeScaling
+from fivefold.core.model_spec import (
+    MOST_LAYERS,
+    MOST_VOCAB,
+    MOST_WIDTH,
+    BlockSpec,
+    Llama3Scaling,
+    ModelSpec,
+    YarnScaling,
+)
 from fivefold.core.value import describe
 from fivefold.errors import ModelError, nearest
 from fivefold.units import MIB
@@ -160,10 +168,19 @@ class Fields:
         return [str(word) for word in value]
 
     def spec(
-        self, blocks: Sequence[BlockSpec], *, tied: bool = False, rope_theta: float = 10_000.0, **more: Any
+        self,
+        blocks: Sequence[BlockSpec],
+        *,
+        tied: bool = False,
+        rope_theta: float = 10_000.0,
+        scalings: tuple[str, ...] = ("llama3", "yarn"),
+        **more: Any,
     ) -> ModelSpec:
-        """The finished spec; `tied` and `rope_theta` are the family's defaults for fields left out."""
-        theta, scaling = self._rope(rope_theta)
+        """The finished spec; `tied` and `rope_theta` are the family's defaults for fields left out.
+
+        `scalings`: the kinds of rope scaling that mean in this family what they mean elsewhere.
+        """
+        theta, scaling = self._rope(rope_theta, scalings)
         values = {
             "hidden": self.hidden,
             "vocab": self.size("vocab_size", most=MOST_VOCAB),
@@ -198,24 +215,59 @@ class Fields:
             raise self.refuse("partial_rotary_factor", f"must be above 0 and at most 1, got {_short(part)}")
         return None if part == 1 else int(head_dim * part)
 
-    def _rope(self, default_theta: float) -> tuple[float, RopeScaling | None]:
+    def _rope(
+        self, default_theta: float, scalings: tuple[str, ...]
+    ) -> tuple[float, Llama3Scaling | YarnScaling | None]:
         theta = self.rope_field("rope_theta")
         theta = self.number("rotary_emb_base", default=default_theta) if theta is None else theta
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
             raise self.refuse("rope_theta", f"must be a positive number, got {_short(theta)}")
         kind = self.rope_field("rope_type") or self.rope_field("type") or "default"
-        if kind in ("default", "llama3"):
-            if kind == "default":
-                return float(theta), None
-            scaling = {
-                "factor": self.rope_field("factor"),
-                "low_freq_factor": self.rope_field("low_freq_factor"),
-                "high_freq_factor": self.rope_field("high_freq_factor"),
-                "original_max_positions": self.rope_field("original_max_position_embeddings"),
-            }
-            return float(theta), RopeScaling(**scaling)
+        if kind == "default":
+            return float(theta), None
+        if kind == "llama3" and kind in scalings:
+            return float(theta), Llama3Scaling(
+                factor=self.rope_field("factor"),
+                low_freq_factor=self.rope_field("low_freq_factor"),
+                high_freq_factor=self.rope_field("high_freq_factor"),
+                original_max_positions=self._original_positions(),
+            )
+        if kind == "yarn" and kind in scalings:
+            if theta <= 1:
+                raise self.refuse(
+                    "rope_theta", f"must be above 1 for rope scaling 'yarn', got {_short(theta)}"
+                )
+            return float(theta), self._yarn()
         self.features.append(f"rope scaling {_short(kind)}")
         return float(theta), None
+
+    def _yarn(self) -> YarnScaling:
+        """Defaults as in transformers: whatever the paper recommends, also where a field is 0 or null."""
+        original, factor = self._original_positions(), self.rope_field("factor")
+        positions = self.size("max_position_embeddings", most=MOST_POSITIONS)
+        truncate = self.rope_field("truncate")
+        return YarnScaling(
+            factor=positions / original if factor is None else factor,
+            original_max_positions=original,
+            attention_factor=self.rope_field("attention_factor"),
+            beta_fast=self.rope_field("beta_fast") or 32.0,
+            beta_slow=self.rope_field("beta_slow") or 1.0,
+            mscale=self.rope_field("mscale"),
+            mscale_all_dim=self.rope_field("mscale_all_dim"),
+            truncate=True if truncate is None else truncate,
+        )
+
+    def _original_positions(self) -> int:
+        """Positions before scaling; a value beside the scaling goes before one inside, absent: all positions."""
+        key = "original_max_position_embeddings"
+        flat, nested = self.raw(key), self.rope_field(key)
+        if flat is not None and nested != flat:
+            raise self.refuse(key, f"is {_short(flat)}, but {_short(nested)} inside the rope scaling")
+        if nested is None:
+            return self.size("max_position_embeddings", most=MOST_POSITIONS)
+        if type(nested) is not int or not 0 < nested <= MOST_POSITIONS:
+            raise self.refuse(key, f"must be a whole number of at least 1, got {_short(nested)}")
+        return nested
 
     def finish(self) -> None:
         """Refuse fields that nobody read and that may change the counts; name the others in a note."""

@@ -5,6 +5,7 @@ Shape letters: D hidden, F ffn, N heads, H head_dim, V vocab, E experts, K top_k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,13 +23,57 @@ MOST_WIDTH = 10_000_000
 Width = Annotated[int, Field(gt=0, le=MOST_WIDTH)]
 
 
-class RopeScaling(Value):
+class Llama3Scaling(Value):
     """Llama-3 scaling of rotary frequencies (Llama 3.1 model card; transformers `rope_type: llama3`)."""
 
+    kind: Literal["llama3"] = "llama3"
     factor: float = Field(gt=0)
     low_freq_factor: float = Field(gt=0)
     high_freq_factor: float = Field(gt=0)
     original_max_positions: int = Field(gt=0)
+
+
+class YarnScaling(Value):
+    """YaRN scaling of rotary frequencies and of attention (Peng et al. 2023, arXiv:2309.00071, section 3)."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: float = Field(gt=0)
+    original_max_positions: int = Field(gt=0)
+    attention_factor: float | None = Field(default=None, gt=0)
+    """What cosines and sines are multiplied by. None: `amplitude` works it out."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """Dims that turn more often than this within the original positions keep their frequency."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """Dims that turn less often than this have their frequency divided by `factor`."""
+    mscale: float | None = Field(default=None, ge=0)
+    mscale_all_dim: float | None = Field(default=None, ge=0)
+    truncate: bool = True
+    """Whether the dims between which frequencies are blended are rounded outwards to whole ones."""
+
+    @model_validator(mode="after")
+    def _fast_is_fast(self) -> YarnScaling:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"YaRN's beta_fast {self.beta_fast} is below beta_slow {self.beta_slow}; the paper has 32 and 1"
+            )
+        return self
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by: the square root of the paper's 1/t.
+
+        Formula: 0.1 ln(factor) + 1; with both mscales m and a (DeepSeek): (0.1 m ln s + 1) / (0.1 a ln s + 1).
+        Source:  Peng et al. 2023, equations 21 and 22; DeepSeek-V2, arXiv:2405.04434, section 3.1.4.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        growth = 0.1 * math.log(max(1.0, self.factor))
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * growth + 1) / (self.mscale_all_dim * growth + 1)
+        return growth + 1
+
+
+RopeScaling = Annotated[Llama3Scaling | YarnScaling, Field(discriminator="kind")]
 
 
 class AttentionSpec(Value):

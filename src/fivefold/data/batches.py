@@ -53,6 +53,12 @@ class Dataset(ABC):
 
     seq_len: int
     vocab: int
+    fingerprint: str = ""
+    """Equal where the same numbers give the same samples, whatever the seed; empty: not compared."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        return type(self).__name__
 
     @abstractmethod
     def rows(self, numbers: Ints) -> Batch:
@@ -79,6 +85,24 @@ class Dataset(ABC):
         return self.rows(np.arange(first, first + micro_batch, dtype=np.int64))
 
 
+def packed(sample_BS1: Ints, document_BS1: Ints, counts_BS1: Bools | None = None) -> Batch:
+    """Rows of S + 1 tokens as a batch of S. Labels count inside one document, and where `counts_BS1` says so.
+
+    Shapes: all [B, S + 1]; document -1 is padding. What is masked: the first token of a document, and padding.
+    """
+    rows, length = sample_BS1.shape[0], sample_BS1.shape[1] - 1
+    loss_mask_BS = (document_BS1[:, 1:] == document_BS1[:, :-1]) & (document_BS1[:, 1:] >= 0)
+    if counts_BS1 is not None:
+        loss_mask_BS &= counts_BS1[:, 1:]
+    return Batch(
+        tokens_BS=np.ascontiguousarray(sample_BS1[:, :-1]),
+        labels_BS=np.ascontiguousarray(sample_BS1[:, 1:]),
+        loss_mask_BS=loss_mask_BS,
+        positions_BS=_positions(rows, length),
+        document_ids_BS=np.ascontiguousarray(document_BS1[:, :-1]),
+    )
+
+
 class PackedDataset(Dataset):
     """A corpus cut into samples of seq_len + 1 tokens, in a new random order at every epoch.
 
@@ -103,6 +127,7 @@ class PackedDataset(Dataset):
             )
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
         self.vocab = ByteTokenizer.vocab
+        self.fingerprint = corpus.fingerprint
 
     def __len__(self) -> int:
         """Samples in an epoch."""
@@ -127,14 +152,10 @@ class PackedDataset(Dataset):
         if not inside_BS1.all():
             sample_BS1[~inside_BS1] = ByteTokenizer.pad
             document_BS1[~inside_BS1] = -1
-        same_document_BS = document_BS1[:, 1:] == document_BS1[:, :-1]
-        return Batch(
-            tokens_BS=np.ascontiguousarray(sample_BS1[:, :-1]),
-            labels_BS=np.ascontiguousarray(sample_BS1[:, 1:]),
-            loss_mask_BS=same_document_BS & inside_BS1[:, 1:],
-            positions_BS=_positions(len(numbers), length),
-            document_ids_BS=np.ascontiguousarray(document_BS1[:, :-1]),
-        )
+        return packed(sample_BS1, document_BS1)
+
+    def describe(self) -> str:
+        return self.corpus.describe()
 
 
 class SyntheticDataset(Dataset):

@@ -92,8 +92,8 @@ def load_corpus(data: str = BUILTIN, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) 
     if limit_bytes < 1:
         raise DataError(f"the corpus limit must be at least 1 byte, got {limit_bytes}")
     if data == BUILTIN:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files, kinds = _walk(root, (".py",), LEFT_OUT_FOLDERS), "*.py"
+        root, files = builtin_files()
+        kinds = "*.py"
     else:
         root, files, kinds = _user_files(data)
     documents, cut = _read(root, files, limit_bytes)
@@ -101,6 +101,12 @@ def load_corpus(data: str = BUILTIN, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) 
         where = f"{data} ({root})" if data == BUILTIN else data
         raise DataError(f"corpus {where} holds no text files with text in them ({kinds})")
     return build_corpus(data, documents, limit_bytes=limit_bytes, cut=cut)
+
+
+def builtin_files() -> tuple[Path, list[str]]:
+    """The standard library of this Python: its folder, and sorted paths of its source files relative to it."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return root, walk(root, (".py",), LEFT_OUT_FOLDERS)
 
 
 def build_corpus(
@@ -142,7 +148,7 @@ def _user_files(data: str) -> tuple[Path, list[str], str]:
     path = Path(data).expanduser()
     try:
         if path.is_dir():
-            return path, _walk(path, TEXT_SUFFIXES, frozenset()), "*.py, *.txt, *.md ..."
+            return path, walk(path, TEXT_SUFFIXES, frozenset()), "*.py, *.txt, *.md ..."
         if path.is_file():
             return path.parent, [path.name], path.name
         if path.exists():
@@ -155,7 +161,7 @@ def _user_files(data: str) -> tuple[Path, list[str], str]:
     raise DataError(f"corpus {data} does not exist; give a file, a folder, a glob, or {BUILTIN!r}")
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> list[str]:
+def walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> list[str]:
     """Sorted relative paths of files with these suffixes. Links to folders are not followed."""
     found: list[str] = []
     for folder, subfolders, files in os.walk(root):

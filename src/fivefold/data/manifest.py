@@ -1,11 +1,11 @@
 """What a prepared folder holds, as `manifest.json`: written last, so a folder with one is whole.
 
-    manifest.json                 this file
-    tokenizer.json                a copy of the tokenizer; not there for byte tokens
-    train-00000.tokens            token numbers, little-endian uint16 or uint32, nothing else
-    train-00000.offsets           little-endian int64 [documents + 1]: document d is tokens[offsets[d]:offsets[d+1]]
-    train-00000.loss              chat only: one bit per token, lowest bit first, 1 where the token counts as a label
-    validation-00000.tokens ...   the same for the validation split
+manifest.json                 this file
+tokenizer.json                a copy of the tokenizer; not there for byte tokens
+train-00000.tokens            token numbers, little-endian uint16 or uint32, nothing else
+train-00000.offsets           little-endian int64 [documents + 1]: document d is tokens[offsets[d]:offsets[d+1]]
+train-00000.loss              chat only: one bit per token, lowest bit first, 1 where the token counts as a label
+validation-00000.tokens ...   the same for the validation split
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class SourceEntry(Value):
 class Manifest(Value):
     """Everything about a prepared folder."""
 
-    kind: Literal["fivefold-prepared-data"] = KIND
-    schema_version: Literal[1] = SCHEMA_VERSION
+    kind: Literal["fivefold-prepared-data"] = "fivefold-prepared-data"
+    schema_version: Literal[1] = 1
     tokenizer: TokenizerInfo
     chat: bool
     """Loss on answers only: shards have a loss file."""

@@ -5,13 +5,14 @@
 3  sum gradients over data ranks, in buckets, overlapped      (reduce: data)
    complete those of which each tp rank holds a part          (reduce: tp)
    add those of the two copies of a tied embedding            (reduce: tie)
-4  one global norm, clip                                      (norm: tp, pp)
-5  update the local parameters
-6  agree on the loss                                          (metrics: data, pp)
+4  one global norm                                            (norm: tp, pp)
+5  agree on the loss                                          (metrics: data, pp)
+6  clip and update the local parameters, if both are finite
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class StepResult:
     """Mean over all valid tokens of the global batch."""
     grad_norm: float
     """Before clipping."""
+    updated: bool
+    """False where the loss or the norm was not finite: nothing was changed then, on any rank."""
     valid_tokens: int
     step_s: float
     comm_s: dict[str, float]
@@ -97,15 +100,21 @@ class Engine:
         if self.after_backward is not None:
             self.after_backward(gradients)
         norm = global_norm(gradients, mesh)
-        if self.clip_norm is not None:
-            clip(gradients, norm, self.clip_norm)
-        mesh.phase = "optimizer"
-        self.data.step(lr)
         total = self._agree_on_loss(loss)
+        mesh.phase = "optimizer"
+        norm_value, loss_value = float(norm), float(total / valid)
+        updated = math.isfinite(norm_value) and math.isfinite(loss_value)
+        if not updated:
+            self.data.forget_gradients()
+        else:
+            if self.clip_norm is not None:
+                clip(gradients, norm, self.clip_norm)
+            self.data.step(lr)
         mesh.device.synchronize()
         return StepResult(
-            loss=float(total / valid),
-            grad_norm=float(norm),
+            loss=loss_value,
+            grad_norm=norm_value,
+            updated=updated,
             valid_tokens=int(valid),
             step_s=time.perf_counter() - started,
             comm_s=mesh.clock.seconds(),

@@ -23,8 +23,21 @@ def make_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        return _with_state(sgd, ("momentum_buffer",) if config.momentum else (), counts=False)
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return _with_state(adamw, ("exp_avg", "exp_avg_sq"), counts=True)
+
+
+def _with_state(
+    optimizer: torch.optim.Optimizer, moments: tuple[str, ...], *, counts: bool
+) -> torch.optim.Optimizer:
+    """Make the state now, all zero, as the first step would: memory is known from the start, and it can be loaded."""
+    for group in optimizer.param_groups:
+        for p in group["params"] if moments else ():
+            state = {"step": torch.zeros((), device=p.device)} if counts else {}
+            optimizer.state[p] = {**state, **{name: torch.zeros_like(p) for name in moments}}
+    return optimizer
 
 
 def _is_vector(row: ParameterRow) -> bool:

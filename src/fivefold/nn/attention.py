@@ -67,9 +67,9 @@ class Attention(nn.Module):
         self.output = nn.Linear(queries, hidden, bias=spec.output_bias)
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], valid_BS: Tensor | None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x_BSD))
+        q, k, v = [y.view(*y.shape[:-1], -1, self.head_dim) for y in self.qkv(x_BSD)]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.transpose(1, 2) for y in (rotate(q, *rope), rotate(k, *rope), v))
-        out_BNSH = self.core(q, k, v, valid_BS)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        out_BNSH = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), valid_BS)
         return self.output(out_BNSH.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

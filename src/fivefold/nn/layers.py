@@ -14,7 +14,8 @@ class Projections(nn.Module):
     """Several linear maps that read the same input, such as q/k/v or gate/up.
 
     They stay separate parameters, so that each can be sharded, loaded and saved by its own logical shape;
-    they are one module, so that a strategy can prepare their common input once.
+    they are one module, so that a strategy can prepare their common input once. The linears hold the parameters and
+    are not called themselves: whatever replaces this module reads their weights.
 
     Shapes: x_BSD -> one tensor [B, S, O_i] for each output, in the order given.
     """
@@ -25,7 +26,7 @@ class Projections(nn.Module):
             self.add_module(name, nn.Linear(in_features, out_features, bias=bias))
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        return tuple([linear(x_BSD) for linear in self._modules.values()])  # type: ignore[misc]
+        return tuple([F.linear(x_BSD, linear.weight, linear.bias) for linear in self._modules.values()])  # type: ignore[union-attr, arg-type]
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +38,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.weight
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class TokenLoss(nn.Module):

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from fivefold.compat import warm_up_imports
 from fivefold.errors import FivefoldError, LaunchError, RankFailure
@@ -255,7 +255,12 @@ def joined_rank(device: str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> I
     chosen = select_device(device_kind(device), local_rank, local_ranks)
     chosen.activate()
     try:
-        dist.init_process_group(chosen.backend, timeout=timeout)
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store over restarts, with the addresses of ranks that are gone: each start has its own names.
+        store = PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(
+            chosen.backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     except (dist.DistError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         in_use = "the port is in use; set MASTER_PORT to a free one"

@@ -39,6 +39,21 @@ def _rows_or_auto(value: object) -> object:
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_rows_or_auto)]
 
 
+class CheckpointConfig(Value):
+    """When and where the state of a run is saved."""
+
+    folder: Name | None = None
+    """Where checkpoints go; null: none are saved."""
+    every: Positive = 100
+    """Steps between two checkpoints; the last step is always saved."""
+    keep: Positive = 2
+    """So many of the newest are kept."""
+    keep_every: Positive | None = None
+    """Those whose step is a multiple of this are kept for good."""
+    asynchronous: bool = True
+    """Write while training goes on; the step waits only for a copy of the state."""
+
+
 class LogConfig(Value):
     """What a run tells, and where."""
 
@@ -79,7 +94,10 @@ class TrainConfig(Value):
     """At most so many MiB of text are read; what lies beyond is left out."""
     bucket_mib: Annotated[Number, Field(gt=0)] = 25.0
     """Gradients are reduced over data ranks in buckets of about so many MiB."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is NaN or infinite: stop and say where, or skip its update and count it."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.memory import LiveBytes
 from fivefold.runtime.mesh import Mesh
+from fivefold.train.nonfinite import find_nonfinite
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class StepMetrics:
     grad_norm: float
     lr: float
     valid_tokens: int
+    skipped: int
+    """Steps without an update so far."""
     step_s: float
     cpu_s: float
     """CPU time of this rank's process, all its threads."""
@@ -67,31 +69,42 @@ class Trainer:
     The second step is profiled (see `Profile`) and therefore slower: leave it out of any timing.
     """
 
-    def __init__(self, plan: Plan, rank: Rank, dataset: Dataset, *, steps: int, seed: int) -> None:
-        self.plan, self.dataset, self.steps = plan, dataset, steps
+    def __init__(
+        self, plan: Plan, rank: Rank, dataset: Dataset, *, steps: int, seed: int, skip_nonfinite: bool = False
+    ) -> None:
+        self.plan, self.dataset, self.steps, self.seed = plan, dataset, steps, seed
+        self.skip_nonfinite = skip_nonfinite
+        self.start = 0
+        """The first step to take; a checkpoint that is loaded moves it."""
+        self.bytes_loaded = 0
+        self.skipped = 0
+        """Steps whose loss or gradient norm was not finite."""
         self.mesh = Mesh(plan.layout, rank.rank, rank.device)
         self.engine = Engine(plan, self.mesh, seed=seed)
         self.tokens = plan.workload.tokens
         self.flops = training_flops(plan.model, plan.workload.seq_len) * self.tokens
-        self.profiled_step = min(1, steps - 1)
-        """The second step: the first one still makes the optimizer's state."""
         self.profile: Profile | None = None
 
     def __iter__(self) -> Iterator[StepMetrics]:
-        for step in range(self.steps):
+        for step in range(self.start, self.steps):
             yield self.step(step)
 
     def step(self, step: int) -> StepMetrics:
         """Train on global batch `step` (from 0). Raises: FivefoldError where the loss or the norm is not finite."""
         lr = lr_at(step, self.plan.execution.optimizer, self.steps)
         cpu = time.process_time()
-        result = self._watched(step, lr) if step == self.profiled_step else self._plain(step, lr)
+        watched = step == min(self.start + 1, self.steps - 1)
+        result = self._watched(step, lr) if watched else self._plain(step, lr)
         cpu = time.process_time() - cpu
-        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-            raise FivefoldError(
-                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: training diverged; "
-                f"try a smaller optimizer.lr than {self.plan.execution.optimizer.lr:g}"
-            )
+        if not result.updated:
+            self.skipped += 1
+            if not self.skip_nonfinite:
+                where = find_nonfinite(self.engine, feed(self.dataset, self.plan, self.mesh, step))
+                raise FivefoldError(
+                    f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: training diverged; "
+                    f"{where}; nothing was updated or saved since; try a smaller optimizer.lr than "
+                    f"{self.plan.execution.optimizer.lr:g}, or on_nonfinite=skip"
+                )
         return self._metrics(step, lr, cpu, result)
 
     def _plain(self, step: int, lr: float) -> StepResult:
@@ -115,6 +128,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             lr=lr,
             valid_tokens=result.valid_tokens,
+            skipped=self.skipped,
             step_s=seconds,
             cpu_s=cpu_s,
             tokens_per_s=self.tokens / seconds,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fivefold.core.model_counts import parameter_counts
-from fivefold.core.model_spec import AttentionSpec, MLASpec, ModelSpec, MoESpec, RopeScaling
+from fivefold.core.model_spec import AttentionSpec, Llama3Scaling, MLASpec, ModelSpec, MoESpec
 from fivefold.errors import ModelError
 
 LLAMA: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_llama3_rope(key: str) -> None:
         "original_max_position_embeddings": 32,
     }
     spec = ModelSpec.from_config({**LLAMA, key: {"rope_type": "llama3", **rope}, "rope_theta": 5e5})
-    assert spec.rope_scaling == RopeScaling(
+    assert spec.rope_scaling == Llama3Scaling(
         factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=32
     )
     assert spec.rope_theta == 5e5
@@ -92,8 +92,8 @@ def test_rope_theta_inside_rope_parameters() -> None:
 
 
 def test_other_rope_scaling_is_named_not_dropped() -> None:
-    spec = ModelSpec.from_config({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}})
-    assert spec.features == ("rope scaling 'yarn'",)
+    spec = ModelSpec.from_config({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert spec.features == ("rope scaling 'dynamic'",)
 
 
 def test_mistral_window_null_and_absent() -> None:

@@ -46,9 +46,40 @@ LLAMA_3 = {
 }
 """Waves of 6 to 400 positions: some shorter than 64/4, some longer than 64/1, some between."""
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 0.25,
+}
+"""With 8 pairs of a head of 16: some frequencies kept, some divided, some between."""
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-3 scaling": ("Llama", {"rope_parameters": LLAMA_3, "head_dim": 16, "tie_word_embeddings": True}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN, "head_dim": 16}),
+    "mistral, yarn not truncated": (
+        "Mistral",
+        {"rope_parameters": {**YARN, "truncate": False}, "head_dim": 16, "sliding_window": None},
+    ),
+    "qwen2, yarn with both mscales": (
+        "Qwen2",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}, "tie_word_embeddings": True},
+    ),
+    "qwen3, yarn by its defaults, own attention factor": (
+        "Qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.5,
+                "attention_factor": 0.8,
+            },
+            "head_dim": 14,
+        },
+    ),
     "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {"sliding_window": 6, "head_dim": 12}),
     "mistral, wide window": ("Mistral", {"sliding_window": LENGTH, "num_key_value_heads": 4}),

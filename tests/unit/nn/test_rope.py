@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, RopeScaling
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, Llama3Scaling, MLPSpec, ModelSpec
 from fivefold.errors import ModelError
 from fivefold.nn.rope import Rope, inverse_frequencies, rotate
 
-LLAMA_3 = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=8192)
+LLAMA_3 = Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=8192)
 
 
-def spec(*head_dims: int, theta: float = 10_000.0, scaling: RopeScaling | None = None) -> ModelSpec:
+def spec(*head_dims: int, theta: float = 10_000.0, scaling: Llama3Scaling | None = None) -> ModelSpec:
     blocks = tuple(
         BlockSpec(attention=AttentionSpec(heads=2, kv_heads=1, head_dim=size), mlp=MLPSpec(ffn=8))
         for size in head_dims

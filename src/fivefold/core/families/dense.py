@@ -66,7 +66,7 @@ def phi3(f: Fields) -> ModelSpec:
     window = f.size("sliding_window", default=0, least=0) or None
     f.ignore("original_max_position_embeddings")
     attention = gqa(f, kv_default=True, window=window)
-    return f.spec(blocks([attention] * f.layers, mlp(f)))
+    return f.spec(blocks([attention] * f.layers, mlp(f)), scalings=())  # here 'yarn' means 'longrope'
 
 
 def olmo2(f: Fields) -> ModelSpec:

@@ -119,7 +119,8 @@ def deepseek_mla(f: Fields) -> ModelSpec:
         bias=f.flag("attention_bias", False),
     )
     f.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "rope_interleave")
-    return f.spec([BlockSpec(attention=attention, mlp=m) for m in _first_dense(f)])
+    # YaRN also scales the softmax here; it stays a feature by name until such attention can be run.
+    return f.spec([BlockSpec(attention=attention, mlp=m) for m in _first_dense(f)], scalings=())
 
 
 def _first_dense(f: Fields) -> list[MLPSpec | MoESpec]:
@@ -157,7 +158,7 @@ def gpt_oss(f: Fields) -> ModelSpec:
     f.ignore("swiglu_limit", "swiglu_alpha")
     feed = _local_experts(f, bias=True, router_bias=True)
     attentions = by_window(f, attention, types, default=128)
-    return f.spec([BlockSpec(attention=a, mlp=feed) for a in attentions], rope_theta=150_000.0)
+    return f.spec([BlockSpec(attention=a, mlp=feed) for a in attentions], rope_theta=150_000.0, scalings=())
 
 
 def minimax_m2(f: Fields) -> ModelSpec:

@@ -45,11 +45,24 @@ class DataParallel(Protocol):
     def step(self, lr: float) -> None:
         """Update the parameters and forget the gradients."""
 
+    def forget_gradients(self) -> None:
+        """Drop the gradients of a step without an update."""
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state by parameter name."""
 
     def tensors(self) -> list[Tensor]:
         """Everything that it keeps on this rank, for counting memory."""
+
+    def persistent(self) -> list[tuple[str, ParameterRow, Tensor]]:
+        """(kind, row, local tensor) of weights and moments: what a checkpoint holds, and is loaded into in place."""
+
+    @property
+    def updates(self) -> int:
+        """How often the optimizer has updated the parameters."""
+
+    def loaded(self, updates: int) -> None:
+        """The persistent tensors were loaded: take over their values and the number of updates."""
 
 
 MakeOptimizer = Callable[[list[tuple[ParameterRow, nn.Parameter]]], torch.optim.Optimizer]
@@ -76,6 +89,8 @@ class Replicated:
         masters = {chunk: [(row, p, _master(p)) for row, p in pairs] for chunk, pairs in parameters.items()}
         self.triples = [triple for chunk in masters.values() for triple in chunk]
         self.optimizer = make_optimizer([(row, master) for row, _, master in self.triples])
+        self._rows = {row.name: row for row, _, _ in self.triples}
+        self._updates = 0
         self.buckets: dict[int, list[_Bucket]] = {chunk: [] for chunk in parameters}
         self._bucket_of: dict[str, _Bucket] = {}
         self._watched: set[int] = set()
@@ -130,13 +145,15 @@ class Replicated:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self._updates += 1
+        self._round_to_parameters()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
         if self.axis.degree == 1:
             self.optimizer.zero_grad(set_to_none=True)
         for bucket in self._all_buckets():
             bucket.flat.zero_()
-        for _, parameter, master in self.triples:
-            if master is not parameter:
-                parameter.detach().copy_(master)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -151,6 +168,29 @@ class Replicated:
         masters = [master for _, _, master in self.triples]
         states = [tensor for state in self.state().values() for tensor in state.values()]
         return [*masters, *(p.grad for p in masters if p.grad is not None), *states]
+
+    def persistent(self) -> list[tuple[str, ParameterRow, Tensor]]:
+        found = [("weights", row, master.detach()) for row, _, master in self.triples]
+        for name, state in self.state().items():
+            row = self._rows[name]
+            found += [(kind, row, value) for kind, value in state.items() if kind != "step"]
+        return found
+
+    @property
+    def updates(self) -> int:
+        return self._updates
+
+    def loaded(self, updates: int) -> None:
+        self._updates = updates
+        for state in self.state().values():
+            if "step" in state:
+                state["step"].fill_(updates)
+        self._round_to_parameters()
+
+    def _round_to_parameters(self) -> None:
+        for _, parameter, master in self.triples:
+            if master is not parameter:
+                parameter.detach().copy_(master)
 
     def _accumulated(self, row: ParameterRow, parameter: Tensor, master: nn.Parameter) -> None:
         """After a microbatch's backward: add a narrow gradient to the master's, then say that it is there."""

@@ -1,0 +1,253 @@
+"""The format of a checkpoint: safetensors files of tensor pieces, and a manifest that says what they are.
+
+    step-00000100/
+      manifest.json             written last: step, plan, data position, every tensor's pieces, every file's checksum
+      rank-00000.safetensors    the pieces that rank 0 wrote
+      ...
+
+Names are global (`weights/layers.3.mlp.down.weight`) and every piece says which region of the global tensor it is,
+so a run saved under one layout is read under any other: each rank reads only the bytes of its own regions.
+Nothing in it is ever executed: no pickle. A folder without a manifest is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import safetensors
+import torch
+from pydantic import Field, JsonValue
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fivefold.core.value import Value
+from fivefold.errors import CheckpointError, ConfigError
+from fivefold.units import MIB, format_bytes
+
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST_BYTES = 512 * MIB
+HASH_CHUNK_BYTES = 4 * MIB
+PARTIAL = ".partial"
+FOLDER_NAME = re.compile(r"step-(\d{8})")
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+Region = tuple[slice, ...]
+
+
+class PieceEntry(Value):
+    """One piece of a tensor: the tensor `name` in `file` is the region that starts at `start`."""
+
+    file: str = Field(pattern=r"^rank-\d{5}\.safetensors$")
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def region(self) -> Region:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape))
+
+
+class TensorEntry(Value):
+    """A global tensor and where its pieces are."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["float64", "float32", "bfloat16"]
+    pieces: tuple[PieceEntry, ...]
+
+
+class FileEntry(Value):
+    """What a file must be."""
+
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Manifest(Value):
+    """Everything that a checkpoint says of itself."""
+
+    schema_version: Literal[1] = 1
+    step: int = Field(ge=0)
+    """Steps that were taken: the next one to take has this number, counted from 0."""
+    next_sample: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    """Updates of the optimizer; fewer than steps where steps were skipped."""
+    seed: int
+    data: str
+    """Fingerprint of the data."""
+    plan: dict[str, JsonValue]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read the manifest of a checkpoint. Raises: CheckpointError in one line."""
+        path = folder / MANIFEST
+        try:
+            size = path.stat().st_size
+            if size > LARGEST_MANIFEST_BYTES:
+                raise CheckpointError(
+                    f"{path}: {format_bytes(size)}, at most {format_bytes(LARGEST_MANIFEST_BYTES)} are read"
+                )
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            raise CheckpointError(f"{path} is damaged: not a JSON text") from None
+        try:
+            return cls.read(data, where=str(path))
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a global tensor in memory: `values` are those of `region`."""
+
+    key: str
+    shape: tuple[int, ...]
+    region: Region
+    values: Tensor
+
+    @property
+    def name(self) -> str:
+        """Its name inside a file: unique, since no two pieces of a tensor start at the same place."""
+        return f"{self.key}@{','.join(str(part.start) for part in self.region)}"
+
+
+def write_pieces(
+    folder: Path, rank: int, pieces: Sequence[Piece]
+) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
+    """Write this rank's pieces to its file. Returns its part of the manifest. Raises: OSError."""
+    if not pieces:
+        return {}, {}
+    file = f"rank-{rank:05d}.safetensors"
+    path = folder / file
+    try:
+        save_file({piece.name: piece.values for piece in pieces}, path)
+    except safetensors.SafetensorError as error:
+        raise OSError(None, str(error), str(path)) from None
+    tensors = {
+        piece.key: TensorEntry(
+            shape=piece.shape,
+            dtype=str(piece.values.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            pieces=(
+                PieceEntry(
+                    file=file,
+                    name=piece.name,
+                    start=tuple(part.start for part in piece.region),
+                    shape=tuple(piece.values.shape),
+                ),
+            ),
+        )
+        for piece in pieces
+    }
+    return tensors, {file: FileEntry(size_bytes=path.stat().st_size, sha256=file_sha256(path))}
+
+
+def merge_tensors(parts: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """One entry per tensor from the entries of all ranks."""
+    merged: dict[str, TensorEntry] = {}
+    for part in parts:
+        for key, entry in part.items():
+            before = merged[key].pieces if key in merged else ()
+            merged[key] = entry.replace(pieces=(*before, *entry.pieces))
+    return merged
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_files(folder: Path, manifest: Manifest, *, rank: int, ranks: int) -> None:
+    """Check this rank's share of the files (each file once over all ranks) against size and checksum.
+
+    Raises: CheckpointError naming the file.
+    """
+    for number, (name, entry) in enumerate(sorted(manifest.files.items())):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry.size_bytes:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, its manifest says {entry.size_bytes}: damaged"
+                )
+            if number % ranks == rank and file_sha256(path) != entry.sha256:
+                raise CheckpointError(f"{path} is damaged: its checksum is not the one in the manifest")
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+class Reader:
+    """Reads regions of global tensors. `bytes_read` counts the tensor bytes that were asked of files."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.bytes_read = 0
+        self._open: dict[str, safetensors.safe_open] = {}
+
+    def read_into(self, target: Tensor, key: str, shape: tuple[int, ...], region: Region) -> None:
+        """Fill `target` with the region of the tensor `key`.
+
+        Raises: CheckpointError where the tensor is missing, has another shape, or is not covered by its pieces.
+        """
+        entry = self.manifest.tensors.get(key)
+        if entry is None:
+            raise CheckpointError(f"{self.folder}: the tensor {key!r} is missing")
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{self.folder}: {key} has shape {list(entry.shape)}, the model wants {list(shape)}"
+            )
+        filled = 0
+        for piece in entry.pieces:
+            common = _overlap(region, piece.region)
+            if common is None:
+                continue
+            inside = tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, piece.region))
+            values = self._read(piece, inside)
+            target[tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, region))] = (
+                values.to(device=target.device, dtype=target.dtype)
+            )
+            filled += values.numel()
+        if filled != target.numel():
+            raise CheckpointError(
+                f"{self.folder}: the pieces of {key} hold {filled} of {target.numel()} elements"
+            )
+
+    def _read(self, piece: PieceEntry, inside: Region) -> Tensor:
+        try:
+            if piece.file not in self._open:
+                self._open[piece.file] = safetensors.safe_open(self.folder / piece.file, framework="pt")
+            values: Tensor = self._open[piece.file].get_slice(piece.name)[inside]
+        except (safetensors.SafetensorError, OSError, IndexError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / piece.file}: {piece.name}: {error}") from None
+        self.bytes_read += values.numel() * values.itemsize
+        return values
+
+
+def _overlap(a: Region, b: Region) -> Region | None:
+    common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b))
+    return None if any(part.start >= part.stop for part in common) else common
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints of a folder as (step, path), oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(FOLDER_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted((int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file())

@@ -1,0 +1,103 @@
+"""Writes the numbers of all ranks: a metrics file line by line, and the record of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fivefold.errors import RecordError
+from fivefold.records.store import Run
+from fivefold.runtime.launch import Rank
+from fivefold.train.config import TrainConfig
+from fivefold.train.trainer import StepMetrics
+
+RANK_ROWS_EVERY = 10
+"""Logged steps between two collections of the other ranks' numbers."""
+
+
+class Log:
+    """Writes the numbers of all ranks on rank 0: metrics file line by line, record in small transactions."""
+
+    def __init__(self, config: TrainConfig, rank: Rank, run: Run | None) -> None:
+        self.rank, self.run = rank, run
+        self.rows: list[tuple[int, int, dict[str, float]]] = []
+        self.logged = 0
+        path = config.log.metrics if rank.rank == 0 else None
+        self.file = None if path is None else MetricsFile(path)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Log one step. Comm: every `RANK_ROWS_EVERY` logged steps the ranks' numbers are gathered on rank 0."""
+        numbers = metrics.numbers()
+        if self.file is not None:
+            self.file.write({"step": metrics.step, **numbers})
+        if self.rank.rank == 0 and self.run is not None:
+            self.run.log(metrics.step, 0, numbers)
+        elif self.rank.rank > 0:
+            self.rows.append((metrics.step, self.rank.rank, numbers))
+        self.logged += 1
+        if self.logged % RANK_ROWS_EVERY == 0:
+            self._collect()
+
+    def finish(self, peak_memory_bytes: int, comm_bytes: int) -> list[int]:
+        """Collect what is left, record the profiled step of every rank, and return the peak memory of all ranks."""
+        self._collect()
+        found = self._gather((peak_memory_bytes, comm_bytes))
+        if self.rank.rank == 0 and self.run is not None:
+            rows = [{"rank": r, "peak_memory_bytes": m, "comm_bytes": c} for r, (m, c) in enumerate(found)]
+            self.run.result("profiled_step", rows)
+        return [memory for memory, _ in found]
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def _collect(self) -> None:
+        gathered = self._gather(self.rows)
+        self.rows = []
+        if self.rank.rank == 0 and self.run is not None:
+            self.run.log_many([row for rows in gathered[1:] for row in rows])
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of every rank on rank 0; elsewhere this rank's own."""
+        if self.rank.world_size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.rank.world_size if self.rank.rank == 0 else None
+        dist.gather_object(value, found, dst=0)
+        return found if found is not None else [value]
+
+
+class MetricsFile:
+    """One JSON object per line, each written at once: after any end of the run the file holds whole lines only.
+
+    Raises: RecordError, one line, where the file cannot be written (a full disk, a folder that is read-only).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise RecordError(f"cannot write metrics to {path}: {error.strerror or error}") from None
+
+    def write(self, values: dict[str, float]) -> None:
+        """Append one line."""
+        line = json.dumps(values).encode() + b"\n"
+        rest = memoryview(line)
+        try:
+            while rest:  # a disk that is nearly full takes a part of the line, and refuses only the next part
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a pipe cannot be cut
+                self.file.truncate(self.size)
+            raise RecordError(
+                f"cannot write metrics to {self.path}: {error.strerror or error}; the steps before are kept"
+            ) from None
+        self.size += len(line)
+
+    def close(self) -> None:
+        self.file.close()

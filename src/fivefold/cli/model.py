@@ -1,8 +1,9 @@
-"""`fivefold model`: what a model is made of, before anything is built or downloaded."""
+"""`fivefold model`: what a model is made of, and its checkpoints in other files or another dtype."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group(name="model")
 def command() -> None:
-    """Sizes, parameters and FLOPs of a model."""
+    """Sizes, parameters and FLOPs of a model; its checkpoint rewritten."""
 
 
 @command.command(name="show")
@@ -67,6 +68,39 @@ def list_presets(as_json: bool) -> None:
         total, active = format_count(counts["total_parameters"]), format_count(counts["active_parameters"])
         table.add_row(name, total, active, origin)
     Console().print(table)
+
+
+@command.command(name="convert")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of all weights. Default: as they are in SRC."
+)
+@click.option(
+    "--shard-mib",
+    type=click.IntRange(1, 10**6),
+    default=5120,
+    show_default=True,
+    help="Most MiB of weights in one file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def convert(source: str, target: Path, dtype: str | None, shard_mib: int, as_json: bool) -> None:
+    """Rewrite a Hugging Face checkpoint: other files, another dtype.
+
+    SRC is a folder with config.json and safetensors, or a hub name owner/model; DST a folder that does not exist.
+    """
+    from fivefold.nn.hub import local_folder
+    from fivefold.nn.hub_write import convert as rewrite
+    from fivefold.units import MIB, format_bytes
+
+    folder = local_folder(source)
+    written = rewrite(folder, target, dtype=dtype, max_shard_bytes=shard_mib * MIB)
+    if as_json:
+        facts = {"source": str(folder), "target": str(written.folder), "dtype": dtype}
+        print_json({**facts, "files": list(written.files), "weight_bytes": written.bytes})
+    else:
+        count = f"{len(written.files)} file{'s' if len(written.files) > 1 else ''}"
+        click.echo(f"{written.folder}: {format_bytes(written.bytes)} of weights in {count}")
 
 
 def _facts(spec: ModelSpec, counts: ParameterCounts, sequence: int) -> dict[str, Any]:

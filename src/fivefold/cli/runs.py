@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fivefold.cli.output import print_json
+from fivefold.cli.output import print_json, strict
+from fivefold.errors import RecordError
 from fivefold.records.store import STATUSES, MetricRow, RunRecord, Store, default_path, store_exists
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ COLOURS = {
 }
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 SPARK_WIDTH = 60
+FOLLOWED = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_frac")
+FOLLOW_EVERY_S = 0.5
 PIPE_WIDTH = 200
 """Columns when the output is no terminal: a table in a file or a pipe should not lose its columns."""
 
@@ -68,14 +73,19 @@ def list_runs(limit: int, status: str | None, records: Path | None, as_json: boo
 
 @command.command("show")
 @click.argument("run_id", metavar="ID")
+@click.option("--follow", is_flag=True, help="Print every step as it comes, until the run ends.")
 @_records
 @_json
-def show_run(run_id: str, records: Path | None, as_json: bool) -> None:
+def show_run(run_id: str, follow: bool, records: Path | None, as_json: bool) -> None:
     """Show one run: its details, results and metrics.
 
     ID is an id, the first characters of one, or `last` for the newest run.
     """
+    if follow and as_json:
+        raise click.UsageError("--follow prints as it goes, --json prints one object at the end: choose one")
     with Store.open(records, create=False) as store:
+        if follow:
+            _follow(store, store.run(run_id).id)
         run = store.run(run_id)
         results, metrics = store.results(run.id), store.metrics(run.id)
     if as_json:
@@ -83,6 +93,95 @@ def show_run(run_id: str, records: Path | None, as_json: bool) -> None:
         print_json({**_run_as_json(run), "results": results, "metrics": rows})
     else:
         _print_run(run, results, metrics)
+
+
+@command.command("compare")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@_records
+@_json
+def compare(first: str, second: str, records: Path | None, as_json: bool) -> None:
+    """Compare two runs: the settings that differ, the losses step by step, the speed."""
+    from fivefold.records.compare import compare_runs
+
+    with Store.open(records, create=False) as store:
+        a, b = store.run(first), store.run(second)
+        result = compare_runs((a, store.metrics(a.id)), (b, store.metrics(b.id)))
+    worst = result.largest_loss_difference
+    if as_json:
+        print_json(
+            {
+                "a": a.id,
+                "b": b.id,
+                "settings": {key: list(pair) for key, pair in result.settings.items()},
+                "medians": {key: list(pair) for key, pair in result.medians.items()},
+                "losses": {str(step): list(pair) for step, pair in result.losses.items()},
+                "largest_loss_difference": None
+                if worst is None
+                else {"step": worst[0], "relative": worst[1]},
+            }
+        )
+        return
+    table = _table("", a.id, b.id)
+    for key, (left, right) in [*result.settings.items(), *result.medians.items()]:
+        name = key.rpartition(".")[2]
+        median = "median " if key in result.medians else ""
+        table.add_row(_clean(median + key), _clean(_brief(name, left)), _clean(_brief(name, right)))
+    _console().print(table)
+    if worst is None:
+        click.echo("no step is in both runs")
+    else:
+        click.echo(
+            f"{len(result.losses)} common steps; losses are furthest apart at step {worst[0]}: {worst[1]:.2e} relative"
+        )
+
+
+@command.command("export")
+@click.argument("run_id", metavar="ID")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="FILE.jsonl or FILE.csv."
+)
+@_records
+@_json
+def export(run_id: str, out: Path, records: Path | None, as_json: bool) -> None:
+    """Write the metrics of a run, one row for each step and rank, to a JSONL or CSV file."""
+    with Store.open(records, create=False) as store:
+        run = store.run(run_id)
+        rows = [{"step": row.step, "rank": row.rank, **row.values} for row in store.metrics(run.id)]
+    if out.suffix not in (".jsonl", ".csv"):
+        raise RecordError(f"cannot export to {out}: the name must end in .jsonl or .csv")
+    try:
+        with out.open("w", encoding="utf-8", newline="") as file:
+            if out.suffix == ".csv":
+                names = list(dict.fromkeys(name for row in rows for name in row))
+                writer = csv.DictWriter(file, names)
+                writer.writeheader()
+                writer.writerows(rows)
+            else:
+                file.writelines(json.dumps(strict(row)) + "\n" for row in rows)
+    except OSError as error:
+        raise RecordError(f"cannot write {out}: {error.strerror}") from None
+    if as_json:
+        print_json({"run": run.id, "rows": len(rows), "file": str(out)})
+    else:
+        click.echo(f"{len(rows)} rows of {run.id} written to {out}")
+
+
+def _follow(store: Store, run_id: str) -> None:
+    """Print the steps of rank 0 as they come, until the run has ended."""
+    said = 0
+    while True:
+        running = store.run(run_id).status == "running"
+        for row in store.metrics(run_id):
+            if row.rank == 0 and row.step > said:
+                said = row.step
+                shown = [
+                    f"{name} {_brief(name, row.values[name])}" for name in FOLLOWED if name in row.values
+                ]
+                click.echo(f"step {row.step}  {'  '.join(shown)}")
+        if not running:
+            return
+        time.sleep(FOLLOW_EVERY_S)
 
 
 def losses(metrics: list[MetricRow]) -> dict[int, float]:

@@ -180,6 +180,8 @@ def _open_work(plan: Plan, out: Path, work: Path, *, restart: bool) -> bool:
             raise DataError(
                 f"{out} is prepared already; choose another --out, or give --restart to replace it"
             )
+    if before is not None and before != identity and not any(work.glob("unit-*.json")):
+        before = None  # nothing was finished, so nothing is lost
     if before is not None and before != identity and not restart:
         names = ("options", "tokenizer", "sources", "files", "version")
         same = before if isinstance(before, dict) else {}

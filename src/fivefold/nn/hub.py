@@ -1,6 +1,43 @@
-"""How Hugging Face checkpoints of Llama, Mistral, Qwen2 and Qwen3 name the parameters of our decoder."""
+"""Hugging Face checkpoints of Llama, Mistral, Qwen2, Qwen3 and Phi-3, read by region.
+
+names       which tensor, and which of its rows, hold each parameter of our decoder
+checkpoint  a folder of config.json and safetensors, checked as a whole before a value is read
+hub names   `owner/model` is downloaded where that is possible; a folder is a folder
+"""
 
 from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.core.families.write import WRITABLE
+from fivefold.core.layout import Layout, MeshAxis
+from fivefold.core.model_config import load_json
+from fivefold.core.model_spec import ModelSpec
+from fivefold.core.sharding import ParameterRow, parameters
+from fivefold.errors import ModelError
+from fivefold.nn.safetensors_io import (
+    FLOATS,
+    Entry,
+    read_header,
+    read_region,
+    short,
+    unique_keys,
+)
+from fivefold.units import MIB
+
+ValueSource = Callable[[ParameterRow, Layout, Mapping[MeshAxis, int], str], Tensor]
+"""Where a rank's values come from: (row, layout, coordinate, dtype) -> its part, padding zero. `HFCheckpoint.read`."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_INDEX_BYTES = 64 * MIB
 
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
@@ -18,10 +55,24 @@ _IN_LAYER = {
     "mlp.down": "mlp.down_proj",
 }
 
+_FUSED = {
+    "phi3": {
+        "attention.qkv.q": "self_attn.qkv_proj",
+        "attention.qkv.k": "self_attn.qkv_proj",
+        "attention.qkv.v": "self_attn.qkv_proj",
+        "mlp.inputs.gate": "mlp.gate_up_proj",
+        "mlp.inputs.up": "mlp.gate_up_proj",
+    }
+}
+"""Family -> projections that it stores as rows of one tensor, in the order of our parameters."""
 
-def hf_name(name: str) -> str:
+_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
+"""What old files hold beside parameters: angles that follow from the config."""
+
+
+def hf_name(name: str, family: str = "llama") -> str:
     """The Hugging Face name of our parameter: `layers.3.attention.qkv.q.weight` ->
-    `model.layers.3.self_attn.q_proj.weight`. Shapes and layouts are the same, nothing is transposed.
+    `model.layers.3.self_attn.q_proj.weight`. Nothing is transposed or permuted.
 
     Raises: KeyError for a name that the decoder does not have.
     """
@@ -29,4 +80,245 @@ def hf_name(name: str) -> str:
     if not module.startswith("layers."):
         return f"{_OUTSIDE[module]}.{leaf}"
     _, layer, part = module.split(".", 2)
-    return f"model.layers.{layer}.{_IN_LAYER[part]}.{leaf}"
+    return f"model.layers.{layer}.{_FUSED.get(family, {}).get(part) or _IN_LAYER[part]}.{leaf}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter is `rows` rows of a tensor of a checkpoint, from `first` on."""
+
+    tensor: str
+    first: int
+    rows: int
+
+
+def places(spec: ModelSpec) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
+    """Where a checkpoint of this family holds each parameter; and all its tensors with their shapes.
+
+    Raises: ModelError for a family whose names are not known, or a model that the decoder does not compute.
+    """
+    rows = parameters(spec)
+    if spec.family not in WRITABLE:
+        raise ModelError(
+            f"{spec.name}: weights of family {spec.family!r} cannot be read or written; can: {', '.join(WRITABLE)}"
+        )
+    found: dict[str, Place] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for row in rows:
+        tensor = hf_name(row.name, spec.family)
+        first = shapes[tensor][0] if tensor in shapes else 0
+        found[row.name] = Place(tensor, first, row.shape[0])
+        shapes[tensor] = (first + row.shape[0], *row.shape[1:])
+    return found, shapes
+
+
+class HFCheckpoint:
+    """A folder with config.json and model.safetensors, or shards and their index. Holds no file open.
+
+    spec        the model of config.json              config      config.json as it is
+    bytes_read  so far, in this process, with headers and index
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec, config: Mapping[str, Any]) -> None:
+        """Use `open`."""
+        self.folder, self.spec, self.config = folder, spec, config
+        self.bytes_read = 0
+        self._places, self._shapes = places(spec)
+        self._shape_of = {row.name: row.shape for row in parameters(spec)}
+        self._entries = self._find()
+        self._check()
+
+    @classmethod
+    def open(cls, folder: str | Path) -> HFCheckpoint:
+        """Read config.json and all headers, and check that every tensor is there, with its shape, and no other.
+
+        Raises: ModelError, one line that names the file and the tensor or field.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise ModelError(f"no checkpoint folder at {path}")
+        config = load_json(path / "config.json")
+        quantised = config.get("quantization_config")
+        if quantised:
+            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+            raise ModelError(
+                f"{path} is quantised ({short(method)}); give the checkpoint that it was made from"
+            )
+        return cls(path, ModelSpec.from_config(path), config)
+
+    def read(
+        self, row: ParameterRow, layout: Layout, coordinate: Mapping[MeshAxis, int], dtype: str
+    ) -> Tensor:
+        """This rank's part of one parameter, on the CPU, padding zero; a `ValueSource`.
+
+        Memory: the part, and one block of 4 MiB where the dtype differs from the file's.
+        Raises: ModelError for a parameter of another model, or a file that was cut short meanwhile.
+        """
+        name = row.tied_to or row.name
+        if self._shape_of.get(name) != row.shape:
+            raise ModelError(
+                f"{self.folder} has {name} {list(self._shape_of.get(name, ()))}, the model to be filled "
+                f"{list(row.shape)}: it is another model"
+            )
+        place = self._places[name]
+        cut = row.region(layout, coordinate)
+        region = (slice(cut[0].start + place.first, cut[0].stop + place.first), *cut[1:])
+        part = torch.zeros(row.local_shape(layout), dtype=getattr(torch, dtype))
+        self.bytes_read += read_region(self._entries[place.tensor], region, part)
+        twin = self._twin(place.tensor)
+        if twin is not None:
+            self._check_twin(twin, place.tensor, region, part)
+        return part
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype in which a parameter is stored: `bfloat16`."""
+        return str(FLOATS[self._entries[self._places[name].tensor].dtype]).removeprefix("torch.")
+
+    def _find(self) -> dict[str, Entry]:
+        """All tensors of all files, from their headers; the index must agree with them."""
+        single, index = self.folder / SINGLE, self.folder / INDEX
+        if single.exists():
+            return self._header_of(single)
+        if not index.exists():
+            raise ModelError(_nothing_to_read(self.folder))
+        weight_map = self._weight_map(index)
+        entries: dict[str, Entry] = {}
+        for file in sorted(set(weight_map.values())):
+            for name, entry in self._header_of(self.folder / file).items():
+                listed = weight_map.get(name)
+                if listed != file:
+                    where = f"lists it in {short(listed)}" if listed else "does not list it"
+                    raise ModelError(f"{self.folder / file} has tensor {short(name)}, but {INDEX} {where}")
+                entries[name] = entry
+        for name, file in weight_map.items():
+            if name not in entries:
+                raise ModelError(f"{index} lists tensor {short(name)} in {file}, which does not have it")
+        return entries
+
+    def _header_of(self, path: Path) -> dict[str, Entry]:
+        header = read_header(path)
+        self.bytes_read += header.size_bytes
+        return dict(header.entries)
+
+    def _weight_map(self, index: Path) -> dict[str, str]:
+        try:
+            with index.open("rb") as file:
+                content = file.read(MOST_INDEX_BYTES + 1)
+            if len(content) > MOST_INDEX_BYTES:
+                raise ModelError(f"{index} is larger than {MOST_INDEX_BYTES // MIB} MiB")
+            self.bytes_read += len(content)
+            raw = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
+        except OSError as error:
+            raise ModelError(f"cannot read {index}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+            raise ModelError(f"{index} is not valid: {reason}") from None
+        weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} has no 'weight_map'")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not re.fullmatch(r"[\w][\w.-]{0,200}\.safetensors", file):
+                raise ModelError(
+                    f"{index}: tensor {short(name)} is in {short(file)}; "
+                    f"only .safetensors files of the same folder are read"
+                )
+        return weight_map
+
+    def _check(self) -> None:
+        missing = sorted(set(self._shapes) - set(self._entries))
+        if missing:
+            hint = ""
+            if missing == ["lm_head.weight"]:
+                hint = " (config.json says tie_word_embeddings: false)"
+            raise ModelError(
+                f"{self.folder} lacks {_listed(missing)} of the {self.spec.family} in config.json{hint}"
+            )
+        extra = [
+            name for name in self._entries if name not in self._shapes and not self._is_known_extra(name)
+        ]
+        if extra:
+            raise ModelError(
+                f"{self.folder} has {_listed(sorted(extra))}, which the {self.spec.family} in config.json does not have"
+            )
+        twin = {"lm_head.weight": self._shapes["model.embed_tokens.weight"]} if self._tied_twice() else {}
+        for name, shape in {**self._shapes, **twin}.items():
+            entry = self._entries[name]
+            if entry.shape != shape:
+                raise ModelError(
+                    f"{entry.path}: tensor {short(name)} is {list(entry.shape)}, by config.json it is {list(shape)}"
+                )
+            if entry.dtype not in FLOATS:
+                raise ModelError(
+                    f"{entry.path}: tensor {short(name)} is {entry.dtype}; weights are {', '.join(FLOATS)}"
+                )
+
+    def _is_known_extra(self, name: str) -> bool:
+        return bool(_BUFFERS.search(name)) or (name == "lm_head.weight" and self.spec.tied_embeddings)
+
+    def _tied_twice(self) -> bool:
+        return self.spec.tied_embeddings and "lm_head.weight" in self._entries
+
+    def _twin(self, tensor: str) -> Entry | None:
+        """Some files of tied models store the embedding a second time, as the head."""
+        if tensor == "model.embed_tokens.weight" and self._tied_twice():
+            return self._entries["lm_head.weight"]
+        return None
+
+    def _check_twin(self, twin: Entry, tensor: str, region: Sequence[slice], part: Tensor) -> None:
+        other = torch.zeros_like(part)
+        self.bytes_read += read_region(twin, region, other)
+        if not torch.equal(other.view(torch.uint8), part.view(torch.uint8)):
+            raise ModelError(
+                f"{self.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from {tensor}"
+            )
+
+
+def _nothing_to_read(folder: Path) -> str:
+    pickles = sorted(
+        path.name for ending in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(ending)
+    )
+    if pickles:
+        return (
+            f"{folder} has {pickles[0]} but no {SINGLE}: pickle files can run code and are refused; "
+            f"load and save it with transformers, which writes safetensors"
+        )
+    return f"{folder} has neither {SINGLE} nor {INDEX}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor {', '.join(short(name) for name in names[:3])}{more}"
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}(?:@[\w./-]{1,100})?")
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "chat_template.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
+)  # fmt: skip
+"""Files beside the weights that belong to a model."""
+
+
+def local_folder(text: str) -> Path:
+    """The folder of a checkpoint: `text` itself, or a download of the hub name `owner/model` or `owner/model@revision`.
+
+    Raises: ModelError where there is no such folder, no huggingface_hub, or no way to the hub.
+    """
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if not HUB_NAME.fullmatch(text) or path.exists():
+        raise ModelError(f"no checkpoint folder at {text[:200]}; give a folder, or a hub name owner/model")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ModelError(
+            f"no folder {text}; to download it by that name: pip install 'fivefold[hub]'"
+        ) from None
+    name, _, revision = text.partition("@")
+    wanted = ["*.safetensors", INDEX, "config.json", *COMPANIONS]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+    except Exception as error:  # whatever the network, the hub or its client has to say
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(f"no folder {text}, and it cannot be downloaded: {reason[:300]}") from None

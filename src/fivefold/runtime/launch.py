@@ -256,7 +256,7 @@ def joined_rank(device: str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> I
     chosen.activate()
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store over restarts, with the addresses of ranks that are gone: each start has its own names.
+        # torchrun keeps its store over restarts, with addresses of ranks that are gone: each start has its own names.
         store = PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             chosen.backend, store=store, rank=rank, world_size=world_size, timeout=timeout

@@ -69,7 +69,9 @@ def predict_events(plan: Plan, rank: int) -> Events:
             tokens=tokens, dtype=dtype, itemsize=itemsize,
         )  # fmt: skip
         events.update({event: n * count for event, n in passes.items()})
-        events += data.predict_reduction(chunk_rows, layout, int(execution.bucket_mib * MIB), grad_dtype, grad_itemsize)
+        events += data.predict_reduction(
+            chunk_rows, layout, int(execution.bucket_mib * MIB), grad_dtype, grad_itemsize
+        )
     events += pipeline.predict_transfers(
         rank_actions(layout, pp_rank, count),
         tokens=tokens // layout.tp if layout.sequence_parallel else tokens,

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import safetensors
 import torch
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -31,10 +32,12 @@ from fivefold.errors import CheckpointError, ConfigError
 from fivefold.units import MIB, format_bytes
 
 MANIFEST = "manifest.json"
+SCHEMA_VERSION: Literal[1] = 1
 LARGEST_MANIFEST_BYTES = 512 * MIB
 HASH_CHUNK_BYTES = 4 * MIB
+OTHER_ONE = "to resume from an earlier checkpoint, remove this one's folder"
 PARTIAL = ".partial"
-FOLDER_NAME = re.compile(r"step-(\d{8})")
+FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -42,12 +45,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 Region = tuple[slice, ...]
+FileName = Annotated[str, StringConstraints(pattern=r"^rank-[0-9]{5,}\.safetensors$")]
+"""Nothing that could lead out of the checkpoint's folder."""
 
 
 class PieceEntry(Value):
     """One piece of a tensor: the tensor `name` in `file` is the region that starts at `start`."""
 
-    file: str = Field(pattern=r"^rank-\d{5}\.safetensors$")
+    file: FileName
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -64,6 +69,17 @@ class TensorEntry(Value):
     dtype: Literal["float64", "float32", "bfloat16"]
     pieces: tuple[PieceEntry, ...]
 
+    @model_validator(mode="after")
+    def _pieces_inside(self) -> Self:
+        for piece in self.pieces:
+            places = list(zip(piece.start, piece.shape, self.shape))
+            fits = len(piece.start) == len(piece.shape) == len(self.shape)
+            if not fits or any(start < 0 or n < 1 or start + n > size for start, n, size in places):
+                raise ValueError(
+                    f"piece at {list(piece.start)} of shape {list(piece.shape)} is not inside {list(self.shape)}"
+                )
+        return self
+
 
 class FileEntry(Value):
     """What a file must be."""
@@ -75,7 +91,7 @@ class FileEntry(Value):
 class Manifest(Value):
     """Everything that a checkpoint says of itself."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1] = SCHEMA_VERSION
     step: int = Field(ge=0)
     """Steps that were taken: the next one to take has this number, counted from 0."""
     next_sample: int = Field(ge=0)
@@ -86,25 +102,49 @@ class Manifest(Value):
     """Fingerprint of the data."""
     plan: dict[str, JsonValue]
     tensors: dict[str, TensorEntry]
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
+
+    @model_validator(mode="after")
+    def _files_listed(self) -> Self:
+        for key, entry in self.tensors.items():
+            for piece in entry.pieces:
+                if piece.file not in self.files:
+                    raise ValueError(f"{piece.file}, which has a piece of {key}, is not among its files")
+        return self
+
+    def to_json(self) -> str:
+        """The file form: JSON with a checksum of everything else in it."""
+        data = self.model_dump(mode="json")
+        return json.dumps({**data, "checksum": _json_sha256(data)}, indent=1, allow_nan=False)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read the manifest of a checkpoint. Raises: CheckpointError in one line."""
         path = folder / MANIFEST
         try:
+            if path.exists() and not path.is_file():  # a pipe, which would never end
+                raise CheckpointError(f"{path} is not a regular file")
             size = path.stat().st_size
             if size > LARGEST_MANIFEST_BYTES:
                 raise CheckpointError(
                     f"{path}: {format_bytes(size)}, at most {format_bytes(LARGEST_MANIFEST_BYTES)} are read"
                 )
             data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, RecursionError):
             raise CheckpointError(f"{path} is damaged: not a JSON text") from None
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{path} is damaged: not a JSON object")
+        version = data.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{path}: schema version {version!r} is not supported; this version reads {SCHEMA_VERSION}"
+            )
+        if data.pop("checksum", None) != _json_sha256(data):
+            raise CheckpointError(f"{path} is damaged: its content is not what its checksum says")
         try:
             return cls.read(data, where=str(path))
         except ConfigError as error:
@@ -129,7 +169,7 @@ class Piece:
 def write_pieces(
     folder: Path, rank: int, pieces: Sequence[Piece]
 ) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
-    """Write this rank's pieces to its file. Returns its part of the manifest. Raises: OSError."""
+    """Write this rank's pieces to its file, down to the disk. Returns its part of the manifest. Raises: OSError."""
     if not pieces:
         return {}, {}
     file = f"rank-{rank:05d}.safetensors"
@@ -138,6 +178,7 @@ def write_pieces(
         save_file({piece.name: piece.values for piece in pieces}, path)
     except safetensors.SafetensorError as error:
         raise OSError(None, str(error), str(path)) from None
+    sync(path)
     tensors = {
         piece.key: TensorEntry(
             shape=piece.shape,
@@ -166,6 +207,20 @@ def merge_tensors(parts: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEn
     return merged
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises: OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _json_sha256(data: dict[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -185,12 +240,14 @@ def check_files(folder: Path, manifest: Manifest, *, rank: int, ranks: int) -> N
             size = path.stat().st_size
             if size != entry.size_bytes:
                 raise CheckpointError(
-                    f"{path} has {size} bytes, its manifest says {entry.size_bytes}: damaged"
+                    f"{path} is damaged: {size} bytes, its manifest says {entry.size_bytes}; {OTHER_ONE}"
                 )
             if number % ranks == rank and file_sha256(path) != entry.sha256:
-                raise CheckpointError(f"{path} is damaged: its checksum is not the one in the manifest")
+                raise CheckpointError(
+                    f"{path} is damaged: its checksum is not the one in the manifest; {OTHER_ONE}"
+                )
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; {OTHER_ONE}") from None
 
 
 class Reader:
@@ -204,7 +261,7 @@ class Reader:
     def read_into(self, target: Tensor, key: str, shape: tuple[int, ...], region: Region) -> None:
         """Fill `target` with the region of the tensor `key`.
 
-        Raises: CheckpointError where the tensor is missing, has another shape, or is not covered by its pieces.
+        Raises: CheckpointError where the tensor is missing, has another shape or dtype, or its pieces do not cover it.
         """
         entry = self.manifest.tensors.get(key)
         if entry is None:
@@ -213,6 +270,8 @@ class Reader:
             raise CheckpointError(
                 f"{self.folder}: {key} has shape {list(entry.shape)}, the model wants {list(shape)}"
             )
+        if DTYPES[entry.dtype] != target.dtype:
+            raise CheckpointError(f"{self.folder}: {key} is {entry.dtype}, the run wants {target.dtype}")
         filled = 0
         for piece in entry.pieces:
             common = _overlap(region, piece.region)
@@ -221,7 +280,7 @@ class Reader:
             inside = tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, piece.region))
             values = self._read(piece, inside)
             target[tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, region))] = (
-                values.to(device=target.device, dtype=target.dtype)
+                values.to(target.device)
             )
             filled += values.numel()
         if filled != target.numel():
@@ -233,7 +292,10 @@ class Reader:
         try:
             if piece.file not in self._open:
                 self._open[piece.file] = safetensors.safe_open(self.folder / piece.file, framework="pt")
-            values: Tensor = self._open[piece.file].get_slice(piece.name)[inside]
+            stored = self._open[piece.file].get_slice(piece.name)
+            if tuple(stored.get_shape()) != piece.shape:
+                raise ValueError(f"shape {stored.get_shape()}, its manifest says {list(piece.shape)}")
+            values: Tensor = stored[inside]
         except (safetensors.SafetensorError, OSError, IndexError, ValueError) as error:
             raise CheckpointError(f"{self.folder / piece.file}: {piece.name}: {error}") from None
         self.bytes_read += values.numel() * values.itemsize
@@ -247,7 +309,16 @@ def _overlap(a: Region, b: Region) -> Region | None:
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """The complete checkpoints of a folder as (step, path), oldest first."""
-    if not folder.is_dir():
+    try:
+        found = [(FOLDER_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+        return sorted((int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file())
+    except FileNotFoundError:
         return []
-    found = [(FOLDER_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    return sorted((int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file())
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {folder}: {error.strerror}") from None
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """Folders of saves that were never finished. Raises: OSError."""
+    partial = [path for path in folder.iterdir() if path.name.endswith(PARTIAL)]
+    return [path for path in partial if FOLDER_NAME.fullmatch(path.name.removesuffix(PARTIAL))]

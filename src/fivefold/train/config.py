@@ -63,6 +63,12 @@ class LogConfig(Value):
     """File that gets one JSON object per logged step; null: none."""
     records: Name | None = "default"
     """Store of runs: `default` (the one that `fivefold runs` reads), a path, or null (not recorded)."""
+    tensorboard: Path | None = None
+    """Folder of TensorBoard event files; null: none."""
+    wandb: Name | None = None
+    """Project of Weights & Biases; null: none."""
+    mlflow: Name | None = None
+    """Experiment of MLflow; null: none."""
 
 
 class TrainConfig(Value):

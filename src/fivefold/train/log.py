@@ -9,10 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fivefold.core.plan import Plan
 from fivefold.errors import RecordError
 from fivefold.records.store import Run
 from fivefold.runtime.launch import Rank
 from fivefold.train.config import TrainConfig
+from fivefold.train.sinks import open_sinks
 from fivefold.train.trainer import StepMetrics
 
 RANK_ROWS_EVERY = 10
@@ -20,20 +22,26 @@ RANK_ROWS_EVERY = 10
 
 
 class Log:
-    """Writes the numbers of all ranks on rank 0: metrics file line by line, record in small transactions."""
+    """Writes the numbers of all ranks on rank 0: metrics file line by line, record in small transactions, sinks."""
 
-    def __init__(self, config: TrainConfig, rank: Rank, run: Run | None) -> None:
+    def __init__(
+        self, config: TrainConfig, plan: Plan, rank: Rank, run: Run | None, *, start: int = 0
+    ) -> None:
+        """`start`: steps that were taken before; their lines in the metrics file are kept."""
         self.rank, self.run = rank, run
+        self.sinks = open_sinks(config.log, plan) if rank.rank == 0 else []
         self.rows: list[tuple[int, int, dict[str, float]]] = []
         self.logged = 0
         path = config.log.metrics if rank.rank == 0 else None
-        self.file = None if path is None else MetricsFile(path)
+        self.file = None if path is None else MetricsFile(path, keep=start)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one step. Comm: every `RANK_ROWS_EVERY` logged steps the ranks' numbers are gathered on rank 0."""
         numbers = metrics.numbers()
         if self.file is not None:
             self.file.write({"step": metrics.step, **numbers})
+        for sink in self.sinks:
+            sink.log(metrics.step, numbers)
         if self.rank.rank == 0 and self.run is not None:
             self.run.log(metrics.step, 0, numbers)
         elif self.rank.rank > 0:
@@ -54,6 +62,8 @@ class Log:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+        for sink in self.sinks:
+            sink.close()
 
     def _collect(self) -> None:
         gathered = self._gather(self.rows)
@@ -73,14 +83,22 @@ class Log:
 class MetricsFile:
     """One JSON object per line, each written at once: after any end of the run the file holds whole lines only.
 
+    `keep`: a resumed run keeps the lines up to this step, and writes again those of the steps that it takes again.
+
     Raises: RecordError, one line, where the file cannot be written (a full disk, a folder that is read-only).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep: int = 0) -> None:
         self.path, self.size = path, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = path.open("wb", buffering=0)
+            if keep and path.is_file():
+                self.size = _size_up_to(path, keep)
+                self.file = path.open("r+b", buffering=0)
+                self.file.truncate(self.size)
+                self.file.seek(self.size)
+            else:
+                self.file = path.open("wb", buffering=0)
         except OSError as error:
             raise RecordError(f"cannot write metrics to {path}: {error.strerror or error}") from None
 
@@ -101,3 +119,17 @@ class MetricsFile:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _size_up_to(path: Path, step: int) -> int:
+    """Bytes of the leading lines that are whole and of steps up to `step`."""
+    size = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            size += len(line)
+    return size

@@ -21,9 +21,11 @@ from fivefold.records.store import Run, Store, default_path
 from fivefold.runtime.device import device_kind
 from fivefold.runtime.launch import Rank, joined_rank, run_ranks, under_launcher
 from fivefold.strategies import compose
+from fivefold.train.checkpoint import Manifest
 from fivefold.train.config import TrainConfig
 from fivefold.train.log import Log
-from fivefold.train.saver import Saver, load_checkpoint, resume_from
+from fivefold.train.saver import Saver, load_checkpoint, restart_from, resume_from
+from fivefold.train.sinks import check_sinks
 from fivefold.train.trainer import StepMetrics, Trainer
 from fivefold.units import MIB
 
@@ -74,6 +76,7 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, PackedDataset]:
         execution=config.execution,
     )
     compose.check(plan)
+    check_sinks(config.log)
     corpus = load_corpus(config.data, limit_bytes=int(config.data_limit_mib * MIB))
     return plan, PackedDataset(corpus, config.seq_len, config.seed)
 
@@ -99,7 +102,7 @@ def train(
 
     `resume`: `auto`, a checkpoint's folder, or None. `restarts`: how often to start again, from the newest checkpoint,
     when a rank dies (under a launcher that is the launcher's own option).
-    Returns None on the ranks of a launched job that are not rank 0.
+    Returns None on the ranks of a launched job that are not rank 0, and where a rank died after the last save.
     """
     kind = device_kind(device)
     plan, dataset = prepare(config, kind)
@@ -121,7 +124,10 @@ def train(
             if not restarts:
                 raise
             restarts -= 1
-            start = resume_from(config.checkpoint, "auto")
+            start = restart_from(config.checkpoint, resume)
+            if start is not None and Manifest.load(start).step >= config.steps:
+                progress.warn(f"{failure}; nothing is left to do, {start} is the last step")
+                return None
             progress.warn(f"{failure}; starting again from {start or 'the beginning'}")
 
 
@@ -140,9 +146,13 @@ def _launched(
                 f"layout {plan.layout} has {plan.layout.world_size} ranks, the launcher started {rank.world_size}; "
                 f"start {plan.layout.world_size}, or change the layout"
             )
-        chosen = [resume_from(config.checkpoint, resume) if rank.rank == 0 else None]
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        choose = restart_from if again else resume_from
+        chosen = [choose(config.checkpoint, resume) if rank.rank == 0 else None]
         if rank.world_size > 1:
             dist.broadcast_object_list(chosen, src=0)
+        if again and chosen[0] is not None and Manifest.load(chosen[0]).step >= config.steps:
+            return None  # a rank died after the last save
         run = open_run(config, plan, rank.device.kind) if rank.rank == 0 else None
         with run or _no_run():
             return train_rank(rank, config, plan, dataset, run, progress, chosen[0])
@@ -182,7 +192,7 @@ def train_rank(
     if config.checkpoint.folder is not None:
         saver = Saver(config.checkpoint, trainer, rank, data=data, warn=progress.warn)
     first = rank.rank == 0
-    log = Log(config, rank, run)
+    log = Log(config, plan, rank, run, start=trainer.start)
     if first:
         progress.start(plan, trainer.start, config.steps, rank)
     try:

@@ -2,7 +2,8 @@
 
 The step waits only for the copy of its state to host memory; a thread writes. A save becomes visible in one rename,
 after every rank has written its file and rank 0 the manifest: a run that is killed while saving leaves the previous
-checkpoint as the newest. A save that fails (a full disk) is told, and the run goes on.
+checkpoint as the newest. A save that fails (a full disk) is told, and the run goes on. A state with a NaN or an
+infinity is not saved: a finite gradient can still make an infinite weight, and that shows only at the next step.
 
 Communication: the ranks' parts of the manifest are gathered on rank 0, over a host-side group of their own, so that
 they never mix with the training's collectives.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fivefold.core.model_spec import ModelSpec
@@ -30,15 +32,19 @@ from fivefold.train.checkpoint import (
     Manifest,
     Piece,
     Reader,
+    abandoned,
     check_files,
     checkpoints,
     merge_tensors,
+    sync,
     write_pieces,
 )
 from fivefold.train.config import CheckpointConfig
 from fivefold.train.trainer import Trainer
 
 Warn = Callable[[str], None]
+CHECKED_AT_ONCE = 1 << 20
+"""Elements."""
 
 
 class Saver:
@@ -97,49 +103,55 @@ class Saver:
         }
 
     def _write(self, step: int, pieces: list[Piece], manifest: dict[str, Any]) -> None:
+        """The thread of every rank. Whatever fails is told to rank 0: a rank that stayed silent would hold up all."""
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         part: Any
         try:
+            if bad := next((piece for piece in pieces if not _finite(piece.values)), None):
+                raise OSError(f"{bad.key} has a NaN or an infinity")
             partial.mkdir(parents=True, exist_ok=True)
             part = write_pieces(partial, self.rank.rank, pieces)
-        except OSError as error:
-            part = f"rank {self.rank.rank}: {error.strerror or error}"
+        except Exception as error:
+            part = f"rank {self.rank.rank}: {_reason(error)}"
         try:
             parts = self._gather(part)
-            if self.rank.rank == 0:
-                self._publish(step, parts, manifest, partial, final)
-        except (OSError, RuntimeError) as error:
-            self.warn(f"checkpoint of step {step} not saved: {error}")
+        except RuntimeError as error:  # a rank is gone, and with it the run
+            parts = [_reason(error)]
+        if self.rank.rank == 0:
+            self._finish(step, parts, manifest, partial, final)
 
-    def _publish(
+    def _finish(
         self, step: int, parts: list[Any], manifest: dict[str, Any], partial: Path, final: Path
     ) -> None:
-        """Rank 0: write the manifest, let the checkpoint appear, drop old ones. Raises: OSError."""
-        failed = [part for part in parts if isinstance(part, str)]
+        """Rank 0: let the checkpoint appear and drop old ones, or clear it away and say why."""
         try:
-            if failed:
+            if failed := [part for part in parts if isinstance(part, str)]:
                 raise OSError(failed[0])
-            tensors = merge_tensors([tensors for tensors, _ in parts])
-            files = {name: entry for _, files in parts for name, entry in files.items()}
-            text = Manifest(**manifest, tensors=tensors, files=files).model_dump_json(indent=1)
-            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            for name in files:
-                _sync(partial / name)
-            partial.rename(final)
-            _sync(final.parent)
-        except OSError as error:
+            self._publish(parts, manifest, partial, final)
+        except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
-            reason = error.strerror or error
             self.warn(
-                f"checkpoint of step {step} not saved to {final}: {reason}; the run goes on, older ones are kept"
+                f"checkpoint of step {step} not saved to {final}: {_reason(error)}; "
+                f"the run goes on, older ones are kept"
             )
             return
         self.saved.append(step)
-        self._prune()
+        try:
+            self._prune()
+        except (OSError, CheckpointError) as error:
+            self.warn(f"old checkpoints are not removed from {self.folder}: {_reason(error)}")
+
+    def _publish(self, parts: list[Any], manifest: dict[str, Any], partial: Path, final: Path) -> None:
+        """Write the manifest, then let the checkpoint appear. Raises: OSError."""
+        tensors = merge_tensors([tensors for tensors, _ in parts])
+        files = {name: entry for _, files in parts for name, entry in files.items()}
+        text = Manifest(**manifest, tensors=tensors, files=files).to_json()
+        (partial / MANIFEST).write_text(text, encoding="utf-8")
+        sync(partial / MANIFEST)
+        sync(partial)
+        partial.rename(final)
+        sync(final.parent)
 
     def _prune(self) -> None:
         """Keep the newest `keep`, and for good every step that is a multiple of `keep_every`."""
@@ -160,12 +172,14 @@ class Saver:
         return found or []
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _finite(values: torch.Tensor) -> bool:
+    """By blocks, since a mask of the whole would need a quarter of its memory again."""
+    return all(bool(torch.isfinite(block).all()) for block in values.flatten().split(CHECKED_AT_ONCE))
+
+
+def _reason(error: Exception) -> str:
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return text.splitlines()[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,24 +194,43 @@ def resume_from(config: CheckpointConfig, resume: str | None) -> Path | None:
     Raises: CheckpointError for a folder that holds another run's checkpoints, or a path that is no checkpoint.
     """
     folder = Path(config.folder) if config.folder is not None else None
-    found = checkpoints(folder) if folder is not None else []
-    if resume is None:
-        if found:
-            raise CheckpointError(
-                f"{folder} holds checkpoints up to step {found[-1][0]}; go on with --resume auto, or save elsewhere"
-            )
-        return None
+    if resume == "auto" and folder is None:
+        raise ConfigError("--resume auto needs checkpoint.folder: where to look for the newest checkpoint")
+    found = _prepare_folder(folder) if folder is not None else []
     if resume == "auto":
-        if folder is None:
-            raise ConfigError(
-                "--resume auto needs checkpoint.folder: where to look for the newest checkpoint"
-            )
-        for stale in folder.glob(f"step-*{PARTIAL}") if folder.is_dir() else ():
-            shutil.rmtree(stale, ignore_errors=True)
         return found[-1][1] if found else None
-    path = Path(resume)
-    Manifest.load(path)
+    path = Path(resume) if resume is not None else None
+    step = Manifest.load(path).step if path is not None else 0
+    # Newer ones would be taken for this run's by the keep rule and by the next --resume auto.
+    if found and (
+        path is None or found[-1][0] > step or path.resolve().parent != found[-1][1].resolve().parent
+    ):
+        raise CheckpointError(
+            f"{folder} holds checkpoints up to step {found[-1][0]}; go on with --resume auto, or save elsewhere"
+        )
     return path
+
+
+def restart_from(config: CheckpointConfig, resume: str | None) -> Path | None:
+    """What a run that was resumed from `resume`, and died, starts again from: its newest checkpoint, if it has one.
+
+    Raises: CheckpointError.
+    """
+    explicit = Path(resume) if resume not in (None, "auto") else None
+    return resume_from(config, "auto") or explicit if config.folder is not None else explicit
+
+
+def _prepare_folder(folder: Path) -> list[tuple[int, Path]]:
+    """Make the folder if need be, clear away what killed saves left. Returns its checkpoints. Raises: CheckpointError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot save checkpoints to {folder}: it cannot be written to")
+        for stale in abandoned(folder):
+            shutil.rmtree(stale, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot save checkpoints to {folder}: {error.strerror}") from None
+    return checkpoints(folder)
 
 
 def load_checkpoint(path: Path, trainer: Trainer, rank: Rank, *, data: str) -> Manifest:
@@ -224,6 +257,7 @@ def load_checkpoint(path: Path, trainer: Trainer, rank: Rank, *, data: str) -> M
         reader.read_into(local[inside], f"{kind}/{row.tied_to or row.name}", row.shape, region)
     trainer.engine.data.loaded(manifest.updates)
     trainer.start = manifest.step
+    trainer.skipped = manifest.step - manifest.updates
     trainer.bytes_loaded = reader.bytes_read
     return manifest
 
@@ -232,13 +266,13 @@ def check_names(path: Path, manifest: Manifest, wanted: set[str]) -> None:
     """Raises: CheckpointError naming tensors that are missing or too many."""
     missing, extra = sorted(wanted - manifest.tensors.keys()), sorted(manifest.tensors.keys() - wanted)
     if missing:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} tensors of this run: {', '.join(missing[:3])} ..."
-        )
+        raise CheckpointError(f"{path} lacks tensors of this run: {_some(missing)}")
     if extra:
-        raise CheckpointError(
-            f"{path} has {len(extra)} tensors that this run lacks: {', '.join(extra[:3])} ..."
-        )
+        raise CheckpointError(f"{path} has tensors that this run lacks: {_some(extra)}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_same_job(path: Path, manifest: Manifest, plan: Plan, *, seed: int, data: str) -> None:

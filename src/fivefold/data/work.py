@@ -71,18 +71,29 @@ class Job:
 
 
 class _Meter:
-    """How far the work is, and whether it should stop; shared by all processes."""
+    """How far the work is, and whether it should stop; shared by all processes.
 
-    def __init__(self) -> None:
+    Plain memory without locks: a process that is killed while it holds one would hold up all others. Each number
+    has one writer, as each unit is one process's.
+    """
+
+    def __init__(self, units: int) -> None:
         context = multiprocessing.get_context("fork")
-        self.read_bytes = context.Value("q", 0)
-        self.stop = context.Event()
+        self._read_bytes = context.RawArray("q", units)
+        self._stopped = context.RawValue("b", 0)
 
-    def add(self, count: int) -> None:
-        if self.stop.is_set():
-            raise DataError("stopped")  # nobody reads this: whoever set the event has the reason
-        with self.read_bytes.get_lock():
-            self.read_bytes.value += count
+    def add(self, unit: int, count: int) -> None:
+        """Count what was read of a unit. Raises DataError once the work is stopped: nobody reads its text."""
+        if self._stopped.value:
+            raise DataError("stopped")
+        self._read_bytes[unit] += count
+
+    def stop(self) -> None:
+        self._stopped.value = 1
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(self._read_bytes)
 
 
 _process: tuple[Job, _Meter] | None = None
@@ -95,10 +106,10 @@ def run_units(job: Job, workers: int) -> Generator[tuple[int, UnitRecord | None,
     Raises: DataError of a unit that failed (others stop), or where a process was killed; OSError with a file name.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one thread in each of our processes
-    meter = _Meter()
+    meter = _Meter(len(job.units))
     if min(workers, len(job.units)) == 1:
         for index in range(len(job.units)):
-            yield index, do_unit(job, meter, index), meter.read_bytes.value
+            yield index, do_unit(job, meter, index), meter.read_bytes
         return
     pool = ProcessPoolExecutor(
         min(workers, len(job.units)),
@@ -114,7 +125,7 @@ def run_units(job: Job, workers: int) -> Generator[tuple[int, UnitRecord | None,
             "same command goes on from there (fewer --workers need less memory)"
         ) from None
     finally:
-        meter.stop.set()
+        meter.stop()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -130,9 +141,9 @@ def _collect(
             return
         done, _ = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
         for future in sorted(done, key=lambda future: running[future]):
-            yield running.pop(future), future.result(), meter.read_bytes.value
+            yield running.pop(future), future.result(), meter.read_bytes
         if not done:
-            yield -1, None, meter.read_bytes.value
+            yield -1, None, meter.read_bytes
 
 
 def _start_process(job: Job, meter: _Meter, parent: int) -> None:
@@ -159,7 +170,7 @@ def do_unit(job: Job, meter: _Meter, index: int) -> UnitRecord:
     path = job.work / f"unit-{index:05}.json"
     record = _finished(job, path)
     if record is not None:
-        meter.add(job.total_bytes // len(job.units))  # about its share, for the progress bar
+        meter.add(index, job.total_bytes // len(job.units))  # about its share, for the progress bar
         return record
     record = _make(job, meter, index)
     write_json(path, record.model_dump(mode="json"))
@@ -191,7 +202,7 @@ def _make(job: Job, meter: _Meter, index: int) -> UnitRecord:
     empty = skipped = 0
     try:
         for documents, broken, read_bytes in _batches(Reader(job.files, job.text_column).documents(unit)):
-            meter.add(read_bytes)
+            meter.add(index, read_bytes)
             if broken and not job.skip:
                 raise DataError(f"{broken[0]} (--on-error skip leaves such records out)")
             skipped += len(broken)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
+from fivefold.engine.size import check_size
 from fivefold.errors import UserError
 from fivefold.runtime.device import check_device_count
 from fivefold.strategies import compose
-from fivefold.verify.verify import check_size
 
 TENSOR, PIPELINE, DATA = (1, 2, 4), (1, 2), (1, 2, 4)
 
@@ -22,7 +22,7 @@ def check(plan: Plan, device: str) -> None:
     """Raises: UserError if the model, the workload or this machine does not allow the layout."""
     compose.check(plan)
     check_device_count(device, plan.layout.world_size)
-    check_size(plan, advice="choose a smaller model, such as small-llama")
+    check_size(plan, what="verifying", advice="choose a smaller model, such as small-llama", copies=8)
 
 
 def legal(plan: Plan, layouts: list[Layout], device: str) -> tuple[list[Layout], dict[str, str]]:

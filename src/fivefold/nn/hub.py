@@ -304,11 +304,15 @@ def local_folder(text: str) -> Path:
 
     Raises: ModelError where there is no such folder, no huggingface_hub, or no way to the hub.
     """
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return path
-    if not HUB_NAME.fullmatch(text) or path.exists():
-        raise ModelError(f"no checkpoint folder at {text[:200]}; give a folder, or a hub name owner/model")
+    try:
+        path = Path(text).expanduser()
+        if text and path.is_dir():
+            return path
+        taken = path.exists()
+    except (OSError, ValueError, RuntimeError):  # cannot be a path: too long, a zero byte, an unknown home
+        taken = False
+    if not HUB_NAME.fullmatch(text) or taken:
+        raise ModelError(f"no checkpoint folder at {short(text)}; give a folder, or a hub name owner/model")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -238,6 +238,7 @@ def write_hf(
     try:
         for name, tensor in values:
             writer.put(name, tensor)
+            del tensor  # before the next one is made
         writer.check_done()
         return writer.commit()
     except BaseException:

@@ -186,23 +186,25 @@ def read_region(entry: Entry, region: Sequence[slice], into: Tensor) -> int:
     """
     columns = entry.shape[-1]
     rows, part = (slice(0, 1), *region) if len(region) == 1 else region
-    into = into.view(-1, into.shape[-1])
     count, width = rows.stop - rows.start, part.stop - part.start
-    source, itemsize = FLOATS[entry.dtype], BITS[entry.dtype] // 8
     if count <= 0 or width <= 0:
         return 0
+    into = into.view(-1, into.shape[-1])
+    source, itemsize = FLOATS[entry.dtype], BITS[entry.dtype] // 8
     try:
         fd = os.open(entry.path, os.O_RDONLY)
     except OSError as error:
         raise ModelError(f"cannot read {entry.path}: {error.strerror}") from None
     try:
-        step = count if source == into.dtype else max(1, BLOCK_BYTES // (width * itemsize))
+        direct = source == into.dtype
+        step = count if direct else min(count, max(1, BLOCK_BYTES // (width * itemsize)))
+        staging = into if direct else torch.empty(step, width, dtype=source)
         for first in range(0, count, step):
             n = min(step, count - first)
-            block = into[first : first + n] if source == into.dtype else torch.empty(n, width, dtype=source)
+            block = staging[:n]
             at = entry.start + ((rows.start + first) * columns + part.start) * itemsize
             _read_rows(fd, at, columns * itemsize, byte_view(block), width * itemsize, n, entry.path)
-            if source != into.dtype:
+            if not direct:
                 into[first : first + n, :width] = block
     finally:
         os.close(fd)
@@ -263,6 +265,7 @@ class TensorFile:
         for start in range(0, flat.numel(), max(1, step)):
             block = flat[start : start + step].to(device="cpu", dtype=dtype)
             _write_all(self._fd, at + start * itemsize, byte_view(block))
+            del block  # before the next one is made
         self._left -= flat.numel() * itemsize
 
     def close(self) -> None:

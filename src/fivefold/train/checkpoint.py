@@ -179,32 +179,27 @@ def write_pieces(
     except safetensors.SafetensorError as error:
         raise OSError(None, str(error), str(path)) from None
     sync(path)
-    tensors = {
-        piece.key: TensorEntry(
-            shape=piece.shape,
-            dtype=str(piece.values.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            pieces=(
-                PieceEntry(
-                    file=file,
-                    name=piece.name,
-                    start=tuple(part.start for part in piece.region),
-                    shape=tuple(piece.values.shape),
-                ),
-            ),
-        )
-        for piece in pieces
-    }
-    return tensors, {file: FileEntry(size_bytes=path.stat().st_size, sha256=file_sha256(path))}
+    entries = [{piece.key: _entry(piece, file)} for piece in pieces]
+    return merge_tensors(entries), {file: FileEntry(size_bytes=path.stat().st_size, sha256=file_sha256(path))}
+
+
+def _entry(piece: Piece, file: str) -> TensorEntry:
+    """A tensor of which this is the only piece."""
+    start = tuple(part.start for part in piece.region)
+    written = PieceEntry(file=file, name=piece.name, start=start, shape=tuple(piece.values.shape))
+    dtype = str(piece.values.dtype).removeprefix("torch.")
+    return TensorEntry(shape=piece.shape, dtype=dtype, pieces=(written,))  # type: ignore[arg-type]
 
 
 def merge_tensors(parts: Sequence[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
     """One entry per tensor from the entries of all ranks."""
-    merged: dict[str, TensorEntry] = {}
+    pieces: dict[str, list[PieceEntry]] = {}
+    entries: dict[str, TensorEntry] = {}
     for part in parts:
         for key, entry in part.items():
-            before = merged[key].pieces if key in merged else ()
-            merged[key] = entry.replace(pieces=(*before, *entry.pieces))
-    return merged
+            entries[key] = entry
+            pieces.setdefault(key, []).extend(entry.pieces)
+    return {key: entry.replace(pieces=tuple(pieces[key])) for key, entry in entries.items()}
 
 
 def sync(path: Path) -> None:

@@ -22,7 +22,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
 from fivefold.errors import ModelError
 from fivefold.nn.hub_write import MAX_SHARD_BYTES, HFWriter, Written
-from fivefold.runtime.mesh import Mesh
+from fivefold.runtime.mesh import Axis, Mesh
 from fivefold.strategies import compose
 from fivefold.units import MIB
 
@@ -46,7 +46,7 @@ def export_hf(
     """Write the model; every rank calls this with its own parameters (`Engine.parameters`, all chunks).
 
     `dtype`: of the file; None: that of the run. `config`, `companions`: as in `HFWriter`.
-    Memory: one parameter on each tp 0, nothing on the others. Nodes must share the file system of `folder`.
+    Memory: one parameter and a piece on each tp 0, a piece on the others. Nodes must share the file system of `folder`.
     Raises: ModelError, the same on all ranks; nothing is then left at `folder`.
     """
     table = compose.parameter_table(plan.model, plan.layout, plan.workload.seq_len)
@@ -85,6 +85,7 @@ def _write_own(writer: HFWriter, pairs: Pairs, mesh: Mesh) -> str | None:
     for row, tensor in full_tensors(pairs, mesh):
         if tensor is not None and fault is None:
             fault = _fault(writer.put, row.name, tensor)
+        del tensor  # before the next one is gathered
     if mesh.coordinate["tp"] == 0 and fault is None:
         fault = _fault(writer.check_done, mesh.coordinate["pp"])
     return fault
@@ -94,39 +95,62 @@ def full_tensors(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tenso
     """Every parameter of this stage whole, on the CPU of its first tp rank; None on the others.
 
     Shapes: local part with padding -> `row.shape`. The second copy of a tied parameter is left out.
+            A tensor holds until the next one is asked for: all are put together in the same memory.
     Comm:   sends to tp 0, one piece after the other; all tp ranks must list the same parameters in the same order.
-    Memory: one parameter and one piece on tp 0, one piece elsewhere. Degree 1: a view, no copy.
+    Memory: the largest parameter and one piece on tp 0, one piece elsewhere. Degree 1: a view, no copy.
     """
-    for row, local in pairs:
-        if row.tied_to is None:
-            yield row, _gather(row, local.detach(), mesh)
-
-
-def _gather(row: ParameterRow, local: Tensor, mesh: Mesh) -> Tensor | None:
+    own = [(row, local.detach()) for row, local in pairs if row.tied_to is None]
     axis = mesh.axis("tp")
-    shard = row.placement.get("tp")
     if axis.degree == 1:
-        return local[tuple(slice(0, size) for size in row.shape)].cpu()
-    if shard is None:
-        return local.cpu() if axis.index == 0 else None
-    full = torch.empty(row.shape, dtype=local.dtype) if axis.index == 0 else None
-    for member in range(0, axis.degree, shard.replicas):
-        region = row.region(mesh.layout, {**mesh.coordinate, "tp": member})
-        sizes = [cut.stop - cut.start for cut in region]
-        row_bytes = local.element_size() * prod(sizes[1:])
-        step = max(1, PIECE_BYTES // max(1, row_bytes))
-        mine = local[tuple(slice(0, size) for size in sizes)] if axis.index == member else None
-        target = full[region] if full is not None else None
-        for start in range(0, sizes[0] if min(sizes) else 0, step):
-            stop = min(start + step, sizes[0])
-            if mine is not None and target is not None:
-                target[start:stop] = mine[start:stop]
-            elif mine is not None:
-                axis.send_start(mine[start:stop].contiguous(), axis.ranks[0]).wait()
-            elif target is not None:
-                piece = torch.empty(stop - start, *sizes[1:], dtype=local.dtype, device=local.device)
-                target[start:stop] = axis.receive_start(piece, axis.ranks[member]).wait()
-    return full
+        for row, local in own:
+            yield row, local[tuple(slice(0, size) for size in row.shape)].cpu()
+        return
+    # One buffer for all: buffers of many sizes, made and freed in turn, would leave holes that nobody can use.
+    cut = [(prod(row.shape), local) for row, local in own if row.placement]
+    most = max((elements * local.element_size() for elements, local in cut), default=0)
+    buffer = torch.empty(most if axis.index == 0 else 0, dtype=torch.uint8)
+    piece = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=mesh.device.device)
+    for row, local in own:
+        shard = row.placement.get("tp")
+        if shard is None:
+            yield row, local.cpu() if axis.index == 0 else None
+            continue
+        full = _as(buffer, local.dtype, row.shape) if axis.index == 0 else None
+        for member in range(0, axis.degree, shard.replicas):
+            region = row.region(mesh.layout, {**mesh.coordinate, "tp": member})
+            target = full[region] if full is not None else None
+            _pass_on(local, [cut.stop - cut.start for cut in region], axis, member, target, piece)
+        yield row, full
+
+
+def _pass_on(
+    local: Tensor, sizes: list[int], axis: Axis, member: int, target: Tensor | None, piece: Tensor
+) -> None:
+    """Bring the first `sizes` of the member's part to `target` on tp 0, row by row in messages of at most a piece."""
+    if 0 in sizes:
+        return
+    row_bytes = local.element_size() * prod(sizes[1:])
+    step = max(1, PIECE_BYTES // row_bytes)
+    if step * row_bytes > piece.numel():
+        piece = torch.empty(
+            row_bytes, dtype=torch.uint8, device=piece.device
+        )  # a single row of more than a piece
+    mine = local[tuple(slice(0, size) for size in sizes)] if axis.index == member else None
+    for start in range(0, sizes[0], step):
+        stop = min(start + step, sizes[0])
+        if mine is not None and target is not None:
+            target[start:stop] = mine[start:stop]
+        elif mine is not None:
+            values = _as(piece, local.dtype, (stop - start, *sizes[1:])).copy_(mine[start:stop])
+            axis.send_start(values, axis.ranks[0]).wait()
+        elif target is not None:
+            values = _as(piece, local.dtype, (stop - start, *sizes[1:]))
+            target[start:stop] = axis.receive_start(values, axis.ranks[member]).wait()
+
+
+def _as(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The beginning of a buffer of bytes as a tensor."""
+    return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def agree(mesh: Mesh, fault: str | None) -> None:

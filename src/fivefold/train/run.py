@@ -16,6 +16,7 @@ from fivefold.core.plan import Plan
 from fivefold.data.batches import PackedDataset
 from fivefold.data.corpus import load_corpus
 from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, DataError, LaunchError, RankFailure
 from fivefold.records.store import Run, Store, default_path
 from fivefold.runtime.device import device_kind
@@ -77,6 +78,8 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, PackedDataset]:
     )
     compose.check(plan)
     check_sinks(config.log)
+    if kind == "cpu" and not under_launcher():
+        check_size(plan, what="training", advice="use a smaller model, or more of tp and pp instead of dp")
     corpus = load_corpus(config.data, limit_bytes=int(config.data_limit_mib * MIB))
     return plan, PackedDataset(corpus, config.seq_len, config.seed)
 

@@ -221,7 +221,7 @@ def restart_from(config: CheckpointConfig, resume: str | None) -> Path | None:
 
 
 def _prepare_folder(folder: Path) -> list[tuple[int, Path]]:
-    """Make the folder if need be, clear away what killed saves left. Returns its checkpoints. Raises: CheckpointError."""
+    """Make the folder, clear away what killed saves left. Returns its checkpoints. Raises: CheckpointError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

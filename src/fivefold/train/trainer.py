@@ -31,8 +31,6 @@ class StepMetrics:
     grad_norm: float
     lr: float
     valid_tokens: int
-    skipped: int
-    """Steps without an update so far."""
     step_s: float
     cpu_s: float
     """CPU time of this rank's process, all its threads."""
@@ -47,6 +45,8 @@ class StepMetrics:
     """From the first action of the schedule to the last, sends included."""
     busy_s: float
     """Time inside forward and backward computations."""
+    skipped: int = 0
+    """Steps without an update so far."""
 
     def numbers(self) -> dict[str, float]:
         """All numbers but the step itself, flat: what a record holds."""

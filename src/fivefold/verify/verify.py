@@ -9,24 +9,22 @@ from __future__ import annotations
 from math import lcm
 from typing import Any, Literal
 
-import psutil
 from pydantic import ConfigDict
 
 from fivefold.core.cluster import Cluster
 from fivefold.core.events import difference, without_setup
 from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
-from fivefold.core.model_counts import parameter_counts
 from fivefold.core.model_spec import AttentionSpec, ModelSpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
 from fivefold.data.batches import SyntheticDataset
+from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError
 from fivefold.runtime.launch import run_ranks
 from fivefold.strategies import compose
-from fivefold.units import format_bytes, format_count
 from fivefold.verify.cause import find_cause, name_axis
 from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
 from fivefold.verify.observe import Observation, observe
@@ -38,6 +36,8 @@ MICRO_BATCH, MICROBATCHES, SHORTEST = 2, 3, 16
 HIDDEN, HEAD_DIM = 64, 8
 """Widths of a shrunk model."""
 SHRINK = "use --shrink, which keeps heads, layers and features and makes everything else small"
+KEPT_COPIES = 8
+"""Parameters, gradients, moments, and what is kept of each to be compared."""
 CLIP_NORM = 0.5
 """Below the usual first gradient norm, so that clipping acts and the weights depend on the norm."""
 
@@ -95,13 +95,13 @@ class Reference:
     """What one layout saw, against which any number of others are judged on the same data."""
 
     def __init__(self, plan: Plan, *, steps: int, seed: int, device: str) -> None:
-        check_size(plan)
+        check_size(plan, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
         self.plan, self.steps, self.seed, self.device = plan, steps, seed, device
         self.wholes: dict[Key, Whole] = assemble(self._run(plan))
 
     def judge(self, plan: Plan, *, find_axis: bool = True) -> Verdict:
         """Run `plan` on the same data and compare; on failure, say why."""
-        check_size(plan)
+        check_size(plan, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
         observations = self._run(plan)
         verdict = judge(plan, observations, self.wholes, against=self.plan.layout, steps=self.steps)
         if verdict.passed or not find_axis or plan.layout.world_size == 1:
@@ -195,19 +195,6 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType)
     for plan in plans:
         compose.check(plan)
     return plans[0], plans[1]
-
-
-def check_size(plan: Plan, *, advice: str = SHRINK) -> None:
-    """Raises: ConfigError if all ranks together do not fit this machine's memory."""
-    count = parameter_counts(plan.model)["total_parameters"]
-    copies = 8 * plan.layout.data  # parameters, gradients, moments, and what is kept of each
-    needed = count * plan.execution.itemsize_bytes * copies
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise ConfigError(
-            f"verifying {plan.model.name} ({format_count(count)} parameters) under {plan.layout} in "
-            f"{plan.execution.dtype} takes about {format_bytes(needed)}, {format_bytes(free)} are free here; {advice}"
-        )
 
 
 def event_differences(plan: Plan, observations: list[Observation]) -> list[str]:

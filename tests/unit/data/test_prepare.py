@@ -186,11 +186,11 @@ def die_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         calls = [0]
         original = work_module._Meter.add
 
-        def add(self: object, size: int) -> None:
+        def add(self: object, unit: int, size: int) -> None:
             calls[0] += 1
             if calls[0] == count:
                 raise Killed
-            original(self, size)  # type: ignore[arg-type]
+            original(self, unit, size)  # type: ignore[arg-type]
 
         monkeypatch.undo()
         monkeypatch.setattr(work_module._Meter, "add", add)

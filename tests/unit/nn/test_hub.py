@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fivefold.core.layout import Layout
+from fivefold.core.model_spec import ModelSpec
 from fivefold.core.sharding import parameters
 from fivefold.errors import ModelError
 from fivefold.nn import hub
@@ -207,9 +208,7 @@ def test_a_parameter_of_another_model(tmp_path: Path) -> None:
 
 
 def test_families_without_a_table() -> None:
-    spec = HFCheckpoint.__init__.__globals__["ModelSpec"].from_config(
-        {**make("llama").config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-    )
+    spec = ModelSpec.from_config({**make("llama").config.to_dict(), "architectures": ["LlamaForCausalLM"]})
     with pytest.raises(ModelError, match=r"family 'other' cannot be read or written; can: llama"):
         places(spec.replace(family="other"))
 
@@ -245,7 +244,7 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
     assert local_folder("owner/model") == local_folder("owner/model@v1.0") == tmp_path
     assert asked == [("owner/model", None), ("owner/model", "v1.0")]
-    for text in ("model", "./none/here", "a/b/c", "../x", ""):
+    for text in ("model", "./none/here", "a/b/c", "../x", "", "~nobody-here/x", "a\0b", "a/" + "b" * 5000):
         with pytest.raises(ModelError, match="no checkpoint folder at"):
             local_folder(text)
 
@@ -253,7 +252,7 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(client, "snapshot_download", fail)
-    with pytest.raises(ModelError, match="no folder owner/model, and it cannot be downloaded: no route$"):
+    with pytest.raises(ModelError, match=r"no folder owner/model, and it cannot be downloaded: no route$"):
         local_folder("owner/model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelError, match=r"pip install 'fivefold\[hub\]'"):

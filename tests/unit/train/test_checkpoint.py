@@ -336,5 +336,5 @@ def test_what_is_a_checkpoint(tmp_path: Path, values: Tensor) -> None:
     assert [step for step, _ in checkpoints(tmp_path)] == [3, 20, 123456789]
     assert [path.name for path in abandoned(tmp_path)] == ["step-00000030.partial"]
     assert checkpoints(tmp_path / "absent") == []
-    with pytest.raises(CheckpointError, match="cannot look for checkpoints in .*Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot look for checkpoints in .*Not a directory"):
         checkpoints(tmp_path / "step-00000050")

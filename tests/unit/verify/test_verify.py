@@ -13,11 +13,12 @@ from fivefold.core.execution import microbatches
 from fivefold.core.layout import Layout
 from fivefold.core.model_counts import parameter_counts
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, beyond_plain_decoder
+from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, LayoutError
 from fivefold.strategies import compose
 from fivefold.verify.compare import QUANTITIES, assemble
 from fivefold.verify.observe import Observation, Piece
-from fivefold.verify.verify import SHRINK, check_size, common_plans, judge, shrink
+from fivefold.verify.verify import SHRINK, common_plans, judge, shrink
 
 
 def model(heads: int = 8, layers: int = 6, window: int | None = None, max_positions: int = 4096) -> ModelSpec:
@@ -87,7 +88,7 @@ def test_a_shrunk_model_keeps_what_a_layout_cuts(name: str) -> None:
         for field in ("heads", "kv_heads", "qkv_bias", "output_bias", "qk_norm"):
             assert getattr(mine.attention, field) == getattr(theirs.attention, field)
         assert (mine.attention.window is None) == (theirs.attention.window is None)
-    check_size(plans("tp2", spec=small)[0])
+    check_size(plans("tp2", spec=small)[0], what="verifying", advice=SHRINK)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
@@ -120,7 +121,7 @@ def test_a_rotation_wider_than_a_shrunk_head() -> None:
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     plan = plans("dp4", spec=preset("llama-3.1-70b"))[0]
     with pytest.raises(ConfigError, match=r"70\.6 G parameters\) under dp4 .* free here") as caught:
-        check_size(plan)
+        check_size(plan, what="verifying", advice=SHRINK)
     assert str(caught.value).endswith(SHRINK)
 
 

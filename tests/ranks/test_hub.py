@@ -163,7 +163,7 @@ def test_memory_is_the_own_part_and_one_tensor(
 ) -> None:
     """Resident memory of each rank while it exports and while it reads, within 1.1 x (its part + one tensor)."""
     block = BlockSpec(attention=AttentionSpec(heads=8, kv_heads=8, head_dim=64), mlp=MLPSpec(ffn=2048))
-    spec = ModelSpec(name="wide", hidden=512, vocab=8001, blocks=(block,) * 4)
+    spec = ModelSpec(name="wide", hidden=512, vocab=8001, blocks=(block,) * 6)
     largest = 8001 * 512 * 4
 
     def grown(mesh: Mesh) -> tuple[int, int, int]:

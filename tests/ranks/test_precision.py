@@ -129,8 +129,10 @@ def test_small_updates_are_not_lost() -> None:
     for _ in range(1000):
         parameter.sum().backward()
         data.step(1e-5)
-    assert float(parameter) == pytest.approx(0.99, abs=0.004)
-    assert float(data.persistent()[0][2]) == pytest.approx(0.99, abs=1e-5)
+    assert float(parameter.detach()) == pytest.approx(0.99, abs=0.004)
+    assert float(data.persistent()[0][2]) == pytest.approx(
+        0.99, abs=1000 * 2**-25
+    )  # half a step of float32 each
 
 
 def ledger_of_a_step(
@@ -160,14 +162,8 @@ def test_reductions_are_float32_and_as_predicted(on_mesh: Callable[..., Any], na
     for recorded, predicted, dtypes, losses in everyone:
         assert recorded == predicted
         assert dtypes == {torch.float32}
-        by_phase = {
-            phase: {e.dtype for e in recorded if e.phase == phase} for phase in ("reduce", "forward", "norm")
-        }
-        assert by_phase == {"reduce": {"float32"}, "forward": {"bfloat16"}, "norm": {"float64"}} or (
-            by_phase["forward"] == {"bfloat16", "float32"}  # the head's softmax over tp is float32
-            and by_phase["reduce"] == {"float32"}
-            and by_phase["norm"] == {"float64"}
-        )
+        assert {e.dtype for e in recorded if e.phase == "reduce"} == {"float32"}
+        assert {e.dtype for e in recorded if e.op in ("send", "recv", "reduce_scatter")} == {"bfloat16"}
         assert losses == everyone[0][3]
         assert all(math.isfinite(loss) for loss in losses)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from source_tree import sources
@@ -58,17 +58,18 @@ def test_the_command_does_not_load_torch(command, tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS[:6], ids=" ".join)
 def test_the_command_starts_fast(command, tmp_path):
-    """The best of some tries, as a busy machine slows any of them."""
+    """CPU time, the best of some tries: what a busy machine does to the clock is not the command's."""
     code = "import sys; from fivefold.cli.main import main; sys.argv[0] = 'fivefold'; main()"
     took = []
     for _ in range(TRIES):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run_python(code, *command, folder=str(tmp_path)).returncode == 0
-        took.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         if took[-1] < LONGEST_START_S:
             return
     pytest.fail(
-        f"`fivefold {' '.join(command)}` takes {min(took):.2f} s at best; at most {LONGEST_START_S} s"
+        f"`fivefold {' '.join(command)}` takes {min(took):.2f} s of CPU at best; at most {LONGEST_START_S} s"
     )
 
 

@@ -105,9 +105,9 @@ def _print(verdict: Verdict) -> None:
             f"[green]the same model[/green]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}"
         )
         return
-    console.print(
-        f"[red]not the same model[/red]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}"
-    )
+    same = verdict.max_rel_err <= verdict.bound
+    what = "the same numbers, but not the communication that was predicted" if same else "not the same model"
+    console.print(f"[red]{what}[/red]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}")
     console.print(verdict.cause or "", markup=False, highlight=False, soft_wrap=True)
     for line in verdict.event_differences[:10]:
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

@@ -41,6 +41,8 @@ def describe(error: ValidationError, cls: type[BaseModel]) -> str:
     if fault["type"] == "missing":
         return f"missing key {path!r}"
     message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        message = "expected keys and values"
     got = repr(fault["input"])
     got = got if len(got) <= LONGEST_INPUT else f"{got[:LONGEST_INPUT]} ..."
     return f"{path}: {message} (got {got})" if path else message

@@ -129,7 +129,10 @@ class LabResult(_Measured):
     lr: float
     versions: Mapping[str, str] = Field(default_factory=dict)
     date: str = ""
-    bubble_method: str = "the share of a step in which a pipeline rank does not compute, mean over the ranks"
+    bubble_method: str = (
+        "the share of the schedule's time, first action to last, that ranks spend outside forward and backward "
+        "(waiting for tp collectives inside them counts as busy), mean over the ranks"
+    )
     layouts: tuple[LayoutResult, ...] = ()
 
     @property

@@ -52,7 +52,11 @@ def rows_of(table: tuple[ParameterRow, ...], layout: Layout, pp_rank: int) -> di
 
 
 def predict_events(plan: Plan, rank: int) -> Events:
-    """Every collective, send and receive of one training step on one rank (set-up apart)."""
+    """Every collective, send and receive of one training step on one rank (set-up apart).
+
+    Raises: as `check`, for a plan that cannot be run.
+    """
+    check(plan)
     layout, execution = plan.layout, plan.execution
     pp_rank = layout.coordinate(rank)["pp"]
     count = microbatches(plan.workload, layout, execution)

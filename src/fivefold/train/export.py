@@ -26,7 +26,7 @@ from fivefold.runtime.mesh import Axis, Mesh
 from fivefold.strategies import compose
 from fivefold.units import MIB
 
-PIECE_BYTES = 4 * MIB
+PIECE_BYTES = MIB
 """Of one message."""
 
 Pairs = Iterable[tuple[ParameterRow, Tensor]]

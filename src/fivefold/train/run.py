@@ -166,9 +166,11 @@ def open_run(config: TrainConfig, plan: Plan, device: str) -> Run | None:
     if config.log.records is None:
         return None
     path = default_path() if config.log.records == "default" else Path(config.log.records)
-    return Store.open(path).start(
+    run = Store.open(path).start(
         kind="train", layout=str(plan.layout), model=plan.model.name, plan=plan, machine={"device": device}
     )
+    run.result("config", config)
+    return run
 
 
 def train_rank(

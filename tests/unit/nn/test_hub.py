@@ -263,3 +263,65 @@ def test_names_that_the_decoder_does_not_have() -> None:
     with pytest.raises(KeyError):
         hf_name("layers.0.attention.qkv.x.weight")
     assert hub.hf_name("layers.3.mlp.inputs.up.weight", "phi3") == "model.layers.3.mlp.gate_up_proj.weight"
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "model.safetensors.index.json").read_text())
+
+
+def test_an_index_and_files_that_contradict_each_other(tmp_path: Path) -> None:
+    folder = save(make("llama"), tmp_path, "40KB")
+    index, path = index_of(folder), folder / "model.safetensors.index.json"
+    name, file = next(iter(index["weight_map"].items()))
+    other = next(f for f in index["weight_map"].values() if f != file)
+    rest = {key: value for key, value in index["weight_map"].items() if key != name}
+
+    def refused(weight_map: Any, message: str) -> None:
+        path.write_text(weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ModelError, match=message) as caught:
+            HFCheckpoint.open(folder)
+        assert "\n" not in str(caught.value)
+
+    refused(rest, rf"{file} has tensor '{name}', but .* does not list it")
+    refused({**rest, name: other}, rf"has tensor '{name}', but .* lists it in '{other}'")
+    refused({**index["weight_map"], "x": file}, rf"lists tensor 'x' in {file}, which does not have it")
+    refused({**index["weight_map"], "x": "none.safetensors"}, "cannot read .*none.safetensors: No such file")
+    for place in (
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        "x.bin",
+        "x.safetensors\n",
+        "",
+        3,
+        None,
+    ):
+        refused({**rest, name: place}, "only .safetensors files of the same folder are read")
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"a": 1, "a": 2}',
+        "[" * 99_999,
+        "\x00",
+    ):
+        refused(text, r"has no 'weight_map'|is not valid")
+
+
+def test_a_huge_index_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(make("llama"), tmp_path, "40KB")
+    monkeypatch.setattr(hub, "MOST_INDEX_BYTES", 1000)
+    with pytest.raises(ModelError, match=r"index.json is larger than"):
+        HFCheckpoint.open(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_weights_that_are_no_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save(make("llama"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(48).to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"'model.norm.weight' is (I8|F8_E4M3|BOOL); weights are F64, F32"):
+        HFCheckpoint.open(folder)

@@ -23,7 +23,7 @@ from fivefold.errors import CheckpointError, ConfigError
 from fivefold.runtime.device import Device
 from fivefold.runtime.launch import Rank
 from fivefold.train import saver as module
-from fivefold.train.checkpoint import Manifest, Piece, checkpoints
+from fivefold.train.checkpoint import Manifest, Piece, checkpoints, write_pieces
 from fivefold.train.config import CheckpointConfig
 from fivefold.train.saver import Saver, load_checkpoint, restart_from, resume_from
 from fivefold.train.trainer import Trainer
@@ -89,12 +89,11 @@ def saved(tmp_path: Path) -> Path:
 def test_a_save_under_way_does_not_see_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread writes only after another step was taken."""
     go, began = threading.Event(), threading.Event()
-    write = module.write_pieces
 
     def held_up(folder: Path, rank: int, pieces: list[Piece]) -> Any:
         began.set()
         assert go.wait(30)
-        return write(folder, rank, pieces)
+        return write_pieces(folder, rank, pieces)
 
     monkeypatch.setattr(module, "write_pieces", held_up)
     saving = Saving(tmp_path)

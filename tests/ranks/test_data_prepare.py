@@ -245,7 +245,7 @@ def test_show_says_what_is_there_and_verifies(here: Path) -> None:
     talk = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     (here / "a.jsonl").write_text(json.dumps(talk) + "\n")
     assert run("prepare", "a.jsonl", "--out", "out", "--validation-frac", "0")[0] == 0
-    code, out, _ = run("show", "out", "--verify")
+    code, out, err = run("show", "out", "--verify")
     assert code == 0, err
     assert "train: 1 documents, " in out
     assert "Every shard has the sha256" in out

@@ -20,6 +20,7 @@ ERRORS = {
     "DataError": ("UserError", 2),
     "LaunchError": ("UserError", 2),
     "RecordError": ("UserError", 2),
+    "CheckpointError": ("UserError", 2),
     "RankFailure": ("FivefoldError", 1),
 }
 """Class -> (its base, the exit code of a command that ends with it)."""

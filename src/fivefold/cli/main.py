@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": ("fivefold.cli.verify", "Show that a layout is the same model as one device, or why not."),
     "lab": ("fivefold.cli.lab", "Run a grid of layouts on real text, verify each, and write a report."),
     "model": ("fivefold.cli.model", "Show what a model is made of: parameters by component, FLOPs."),
+    "data": ("fivefold.cli.data", "Tokenise text once for training, and show what was tokenised."),
     "runs": ("fivefold.cli.runs", "List and show recorded runs."),
 }
 """Name -> (module that holds `command`, one line of help). `--help` imports none of the modules."""

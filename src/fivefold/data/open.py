@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
-from fivefold.core.value import Value
 from fivefold.data.batches import Dataset, PackedDataset
+from fivefold.data.choice import DataSource
 from fivefold.data.corpus import DEFAULT_LIMIT_BYTES, load_corpus
 from fivefold.data.manifest import Split, is_prepared, read_manifest
 from fivefold.data.mixture import MixtureDataset, source_seed
 from fivefold.data.prepare import WORK
 from fivefold.data.prepared import PreparedDataset
 from fivefold.errors import DataError
-
-
-class DataSource(Value):
-    """One source of a mixture."""
-
-    path: Annotated[str, Field(min_length=1)]
-    """As `data` of a training config: `builtin`, text, or a prepared folder."""
-    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Share of the samples, relative to the other sources."""
 
 
 def open_data(

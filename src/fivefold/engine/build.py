@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +23,37 @@ from fivefold.strategies.tensor import apply as tensor
 Pairs = list[tuple[ParameterRow, nn.Parameter]]
 
 
+ValueSource = Callable[[ParameterRow, Layout, Mapping[MeshAxis, int], str], Tensor]
+"""(row, layout, coordinate, dtype) -> this rank's local values of a parameter, padding zero."""
+
+
 def build_chunks(
-    plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0
+    plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0, weights: ValueSource | None = None
 ) -> dict[int, tuple[nn.Module, Pairs]]:
     """This rank's chunks: virtual stage -> (module, its parameters with their rows).
 
     Strategies act in a fixed order: the pipeline keeps a stage, tensor parallelism replaces modules, then the
     parameters are made in their local shapes. Memory: never more than this rank's part and one tile.
     `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification).
+    `weights`: where the values come from; None: the seed.
     """
     spec, layout = plan.model, plan.layout
     with torch.device("meta"):
         whole = Decoder(spec)
     table = compose.parameter_table(spec, layout, plan.workload.seq_len)
     layers = stage_layers(spec, layout, plan.workload.seq_len)
+    values = weights or partial(initial_value, seed=seed, noise=noise)
     chunks: dict[int, tuple[nn.Module, Pairs]] = {}
     for chunk, rows in compose.rows_of(table, layout, mesh.coordinate["pp"]).items():
         module = copy.deepcopy(whole)
         keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
         tensor.apply(module, mesh, spec.vocab)
-        chunks[chunk] = (
-            module,
-            materialise(module, rows, mesh, plan.execution.dtype, seed=seed, noise=noise),
-        )
+        chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values))
     return chunks
 
 
 def materialise(
-    module: nn.Module, rows: list[ParameterRow], mesh: Mesh, dtype: str, *, seed: int, noise: float
+    module: nn.Module, rows: list[ParameterRow], mesh: Mesh, dtype: str, values: ValueSource
 ) -> Pairs:
     """Give every parameter of the module its local values. Tied parameters stay one parameter."""
     pairs: Pairs = []
@@ -58,7 +63,7 @@ def materialise(
     for name, identity in names.items():
         if identity not in made:
             row = by_name.pop(name)
-            value = initial_value(row, mesh.layout, mesh.coordinate, dtype, seed=seed, noise=noise)
+            value = values(row, mesh.layout, mesh.coordinate, dtype)
             made[identity] = nn.Parameter(value.to(mesh.device.device))
             pairs.append((row, made[identity]))
         parent, _, leaf = name.rpartition(".")
@@ -70,7 +75,7 @@ def materialise(
 def initial_value(
     row: ParameterRow,
     layout: Layout,
-    coordinate: dict[MeshAxis, int],
+    coordinate: Mapping[MeshAxis, int],
     dtype: str,
     *,
     seed: int,

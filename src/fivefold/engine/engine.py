@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fivefold.core.execution import microbatches
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
-from fivefold.engine.build import build_chunks
+from fivefold.engine.build import ValueSource, build_chunks
 from fivefold.engine.optimizer import clip, global_norm, make_optimizer
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
@@ -59,11 +59,13 @@ class Engine:
     Raises: UserError before anything is built if the plan cannot be run.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0) -> None:
+    def __init__(
+        self, plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0, weights: ValueSource | None = None
+    ) -> None:
         compose.check(plan)
         self.plan, self.mesh = plan, mesh
         self._make_axes()
-        built = build_chunks(plan, mesh, seed=seed, noise=noise)
+        built = build_chunks(plan, mesh, seed=seed, noise=noise, weights=weights)
         self.chunks: dict[int, nn.Module] = {chunk: module for chunk, (module, _) in built.items()}
         self.parameters = {chunk: pairs for chunk, (_, pairs) in built.items()}
         self.microbatches = microbatches(plan.workload, plan.layout, plan.execution)

@@ -26,7 +26,8 @@ class Projections(nn.Module):
             self.add_module(name, nn.Linear(in_features, out_features, bias=bias))
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        return tuple([F.linear(x_BSD, linear.weight, linear.bias) for linear in self._modules.values()])  # type: ignore[union-attr, arg-type]
+        linears = self.children()
+        return tuple([F.linear(x_BSD, linear.weight, linear.bias) for linear in linears])  # type: ignore[arg-type]
 
 
 class RMSNorm(nn.Module):

@@ -14,6 +14,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive
 from fivefold.core.value import Value, describe
 from fivefold.core.workload import Workload
+from fivefold.data.choice import DataSource
 from fivefold.errors import ConfigError, nearest
 from fivefold.units import KIB, format_bytes
 
@@ -94,8 +95,13 @@ class TrainConfig(Value):
     """Of the initial weights and of the order of samples; neither depends on the layout."""
     dtype: DType = "float32"
     """Of parameters and of arithmetic."""
-    data: Name = "builtin"
-    """`builtin` (source code of this Python installation), or a text file, a folder, a glob."""
+    weights: Name | None = None
+    """Folder of a Hugging Face checkpoint to start from; null: random values from the seed."""
+    export: Name | None = None
+    """Folder for the trained model as a Hugging Face checkpoint; null: none is written."""
+    data: Name | tuple[DataSource, ...] = "builtin"
+    """`builtin` (source code of this Python installation); a text file, folder or glob; a folder that
+    `fivefold data prepare` made; or a mixture: a list of {path, weight}."""
     data_limit_mib: Annotated[Number, Field(gt=0)] = 16.0
     """At most so many MiB of text are read; what lies beyond is left out."""
     bucket_mib: Annotated[Number, Field(gt=0)] = 25.0

@@ -13,17 +13,18 @@ from fivefold.catalog.models import resolve
 from fivefold.core.cluster import Cluster, NodeKind
 from fivefold.core.events import total_bytes
 from fivefold.core.plan import Plan
-from fivefold.data.batches import PackedDataset
-from fivefold.data.corpus import load_corpus
-from fivefold.data.tokenizer import ByteTokenizer
+from fivefold.data.batches import Dataset
+from fivefold.data.open import check_vocab, open_data
 from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, DataError, LaunchError, RankFailure
+from fivefold.nn.hub import HFCheckpoint
 from fivefold.records.store import Run, Store, default_path
 from fivefold.runtime.device import device_kind
 from fivefold.runtime.launch import Rank, joined_rank, run_ranks, under_launcher
 from fivefold.strategies import compose
 from fivefold.train.checkpoint import Manifest
 from fivefold.train.config import TrainConfig
+from fivefold.train.export import export_hf
 from fivefold.train.log import Log
 from fivefold.train.saver import Saver, load_checkpoint, restart_from, resume_from
 from fivefold.train.sinks import check_sinks
@@ -65,10 +66,9 @@ class Outcome:
     """Steps that were saved, pruned ones included."""
 
 
-def prepare(config: TrainConfig, kind: str) -> tuple[Plan, PackedDataset]:
-    """Check everything that can be checked before ranks start, and read the corpus once for all of them."""
+def prepare(config: TrainConfig, kind: str) -> tuple[Plan, Dataset]:
+    """Check everything that can be checked before ranks start, and open the data once for all of them."""
     spec = resolve(config.model)
-    ByteTokenizer().check_vocab(spec.vocab, model=spec.name)
     plan = Plan(
         model=spec,
         cluster=cluster_here(kind, config.layout.world_size),
@@ -78,10 +78,17 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, PackedDataset]:
     )
     compose.check(plan)
     check_sinks(config.log)
+    if config.weights is not None:
+        HFCheckpoint.open(config.weights)
+    if config.export is not None and Path(config.export).exists():
+        raise ConfigError(f"export: {config.export} exists; name a folder that does not")
     if kind == "cpu" and not under_launcher():
         check_size(plan, what="training", advice="use a smaller model, or more of tp and pp instead of dp")
-    corpus = load_corpus(config.data, limit_bytes=int(config.data_limit_mib * MIB))
-    return plan, PackedDataset(corpus, config.seq_len, config.seed)
+    dataset = open_data(
+        config.data, config.seq_len, config.seed, limit_bytes=int(config.data_limit_mib * MIB)
+    )
+    check_vocab(dataset, spec.vocab, model=spec.name)
+    return plan, dataset
 
 
 def cluster_here(kind: str, ranks: int) -> Cluster:
@@ -137,7 +144,7 @@ def train(
 def _launched(
     config: TrainConfig,
     plan: Plan,
-    dataset: PackedDataset,
+    dataset: Dataset,
     progress: Progress,
     resume: str | None,
     device: str,
@@ -177,16 +184,23 @@ def train_rank(
     rank: Rank,
     config: TrainConfig,
     plan: Plan,
-    dataset: PackedDataset,
+    dataset: Dataset,
     run: Run | None,
     progress: Progress,
     start: Path | None,
 ) -> Outcome | None:
     """One rank of the run. Rank 0 writes everything but the checkpoints, to which every rank adds its part."""
-    data = dataset.corpus.fingerprint
+    data = dataset.fingerprint
     check_same_corpus(data, rank)
-    skip = config.on_nonfinite == "skip"
-    trainer = Trainer(plan, rank, dataset, steps=config.steps, seed=config.seed, skip_nonfinite=skip)
+    trainer = Trainer(
+        plan,
+        rank,
+        dataset,
+        steps=config.steps,
+        seed=config.seed,
+        skip_nonfinite=config.on_nonfinite == "skip",
+        weights=None if config.weights is None else HFCheckpoint.open(config.weights).read,
+    )
     if start is not None:
         load_checkpoint(start, trainer, rank, data=data)
         if trainer.start >= config.steps:
@@ -205,6 +219,9 @@ def train_rank(
         profile = trainer.profile
         assert profile is not None, "a run has at least one step"
         peaks = log.finish(profile.peak_memory_bytes, total_bytes(profile.events))
+        if config.export is not None:
+            pairs = [(row, master) for row, _, master in trainer.engine.data.triples]
+            export_hf(config.export, plan, pairs, trainer.mesh)
     finally:
         if first:
             progress.stop()

@@ -41,9 +41,10 @@ from fivefold.train.checkpoint import (
 )
 from fivefold.train.config import CheckpointConfig
 from fivefold.train.trainer import Trainer
+from fivefold.units import MIB
 
 Warn = Callable[[str], None]
-CHECKED_AT_ONCE = 1 << 20
+CHECKED_AT_ONCE = MIB
 """Elements."""
 
 

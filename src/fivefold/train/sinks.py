@@ -5,8 +5,8 @@ Rank 0 writes. A package that is not installed is a user's mistake, told before 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +26,9 @@ class TensorBoard:
     """Event files in a folder: `tensorboard --logdir FOLDER`."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        writer = _load("torch.utils.tensorboard", "log.tensorboard", "tensorboard").SummaryWriter
-        self.writer = writer(str(folder))
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
         self.writer.add_text("plan", f"```\n{plan.model.name} {plan.layout}\n```")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -42,7 +43,8 @@ class WeightsAndBiases:
     """A run of a W&B project."""
 
     def __init__(self, project: str, plan: Plan) -> None:
-        wandb = _load("wandb", "log.wandb", "wandb")
+        import wandb
+
         self.run = wandb.init(project=project, config=plan.model_dump(mode="json"))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -56,7 +58,9 @@ class MLflow:
     """A run of an MLflow experiment."""
 
     def __init__(self, experiment: str, plan: Plan) -> None:
-        self.mlflow = _load("mlflow", "log.mlflow", "mlflow")
+        import mlflow
+
+        self.mlflow: Any = mlflow
         self.mlflow.set_experiment(experiment)
         self.mlflow.start_run()
         self.mlflow.log_params({"model": plan.model.name, "layout": str(plan.layout), "plan": plan.hash})
@@ -70,13 +74,17 @@ class MLflow:
 
 def check_sinks(config: LogConfig) -> None:
     """Raises: ConfigError naming the package that a sink needs and that is not installed."""
-    for wanted, module, key, package in (
-        (config.tensorboard, "torch.utils.tensorboard", "log.tensorboard", "tensorboard"),
-        (config.wandb, "wandb", "log.wandb", "wandb"),
-        (config.mlflow, "mlflow", "log.mlflow", "mlflow"),
+    for wanted, key in (
+        (config.tensorboard, "tensorboard"),
+        (config.wandb, "wandb"),
+        (config.mlflow, "mlflow"),
     ):
-        if wanted:
-            _load(module, key, package)
+        try:
+            metadata.version(key if wanted else "fivefold")
+        except metadata.PackageNotFoundError:
+            raise ConfigError(
+                f"log.{key} needs the package {key}: pip install {key}, or set log.{key}=null"
+            ) from None
 
 
 def open_sinks(config: LogConfig, plan: Plan) -> list[Sink]:
@@ -89,12 +97,3 @@ def open_sinks(config: LogConfig, plan: Plan) -> list[Sink]:
     if config.mlflow:
         sinks.append(MLflow(config.mlflow, plan))
     return sinks
-
-
-def _load(module: str, key: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(
-            f"{key} needs the package {package}: pip install {package}, or set {key}=null"
-        ) from None

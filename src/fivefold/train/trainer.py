@@ -11,6 +11,7 @@ from fivefold.core.model_counts import training_flops
 from fivefold.core.optimizer import lr_at
 from fivefold.core.plan import Plan
 from fivefold.data.batches import Dataset
+from fivefold.engine.build import ValueSource
 from fivefold.engine.engine import Engine, StepResult
 from fivefold.engine.feed import feed
 from fivefold.errors import FivefoldError
@@ -70,7 +71,15 @@ class Trainer:
     """
 
     def __init__(
-        self, plan: Plan, rank: Rank, dataset: Dataset, *, steps: int, seed: int, skip_nonfinite: bool = False
+        self,
+        plan: Plan,
+        rank: Rank,
+        dataset: Dataset,
+        *,
+        steps: int,
+        seed: int,
+        skip_nonfinite: bool = False,
+        weights: ValueSource | None = None,
     ) -> None:
         self.plan, self.dataset, self.steps, self.seed = plan, dataset, steps, seed
         self.skip_nonfinite = skip_nonfinite
@@ -80,7 +89,7 @@ class Trainer:
         self.skipped = 0
         """Steps whose loss or gradient norm was not finite."""
         self.mesh = Mesh(plan.layout, rank.rank, rank.device)
-        self.engine = Engine(plan, self.mesh, seed=seed)
+        self.engine = Engine(plan, self.mesh, seed=seed, weights=weights)
         self.tokens = plan.workload.tokens
         self.flops = training_flops(plan.model, plan.workload.seq_len) * self.tokens
         self.profile: Profile | None = None

@@ -48,7 +48,7 @@ def test_json_says_what_was_written(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_line_for_people(source: Path, tmp_path: Path) -> None:
-    assert run(source, tmp_path / "new") == f"{tmp_path / 'new'}: 3.05 MiB of weights in 1 file\n"
+    assert run(source, tmp_path / "new") == f"{tmp_path / 'new'}: 3.1 MiB of weights in 1 file\n"
 
 
 def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_refused_text(text: str, message: str) -> None:
         (b"nodes: [{device: H100, count: 0}]", "nodes.0.count: Input should be greater than 0"),
         (b"nodes: []", "at least 1 item"),
         (b"nodes: [{count: 1}]", "missing key 'nodes.0.device'"),
-        (b"3", "ours.yaml: Input should be a valid dictionary"),
+        (b"3", "ours.yaml: expected keys and values"),
         (b"nodes: [\n  {", r"is not YAML \(line 2\)"),
         (b"\xff\xfe\xff", "is not YAML"),
         (b"[" * 60_000, "nests deeper than 10 levels"),

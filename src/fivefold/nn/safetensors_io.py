@@ -208,7 +208,7 @@ def read_region(entry: Entry, region: Sequence[slice], into: Tensor) -> int:
                 into[first : first + n, :width] = block
     finally:
         os.close(fd)
-    return count * width * itemsize
+    return int(count * width * itemsize)
 
 
 def _read_rows(fd: int, at: int, stride: int, out: memoryview, width: int, count: int, path: Path) -> None:
@@ -235,7 +235,8 @@ def _read_into(fd: int, at: int, out: memoryview, path: Path) -> None:
 
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Times:
     written: list[float]
 
     def median(self, kind: str, number: int) -> float:
-        return median(step[number] for step in getattr(self, kind))
+        steps: list[tuple[float, float]] = getattr(self, kind)
+        return median(step[number] for step in steps)
 
     def ratio(self, number: int) -> float:
         return self.median("writing", number) / self.median("quiet", number)

@@ -149,6 +149,9 @@ class Database:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if owner != APPLICATION_ID:
             empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+            # Another process may have made the tables between the two questions: then it is ours after all.
+            if not empty and connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID:
+                return self._check_owner(connection)
             if empty and owner == 0 and self._writable:
                 return False
             if empty and owner == 0:

@@ -77,15 +77,26 @@ def run_ranks(
                 args=(theirs, listener, rank, ranks, kind, timeout, function, args),
                 daemon=False,
             )
-            process.start()
+            with _interrupt_held():
+                process.start()
+                processes.append(process)
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
         listener.close()
         return _collect(pipes, processes)
     finally:
         listener.close()
         _end(processes)
+
+
+@contextlib.contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Ctrl-C waits until the block is left: Python drops what is raised inside its own hooks around a fork."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(port: int | None) -> socket.socket:

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
+
+
+settings.register_profile("shared-machine", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("shared-machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -159,7 +159,7 @@ def test_what_a_person_reads(small: CommandLine, monkeypatch: pytest.MonkeyPatch
         (["--model", "mixtral-8x7b"], ["mixtral-8x7b cannot be run yet", "mixture of experts"]),
         (["--model", "short.json"], ["sequence length 128 exceeds the 64 positions"]),
         (["--model", "odd.json"], ["vocabulary of 100", "at least 259"]),
-        (["--model", "llama-3.1-70b"], ["llama-3.1-70b", "takes about", "choose a smaller model"]),
+        (["--model", "llama-3.1-70b"], ["llama-3.1-70b", "takes at least", "choose a smaller model"]),
         (["--device", "cuda:9"], ["device 'cuda:9' is not available here"]),
         (
             ["--out", "train.yaml", "--steps", "1", "--max-ranks", "1"],

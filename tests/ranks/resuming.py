@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,3 @@ def sample_ids(ranks: list[Ran], plan: Plan) -> dict[int, list[int]]:
         for step, numbers in ran.samples.items():
             assert by_step[step].setdefault(dp, numbers) == numbers
     return {step: [n for dp in sorted(parts) for n in parts[dp]] for step, parts in by_step.items()}
-
-
-def without(ran: Ran) -> Ran:
-    """Its numbers alone."""
-    return replace(ran, parts=[], bytes_loaded=0, samples={})

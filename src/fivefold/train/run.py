@@ -135,7 +135,7 @@ def train(
                 raise
             restarts -= 1
             start = restart_from(config.checkpoint, resume)
-            if start is not None and Manifest.load(start).step >= config.steps:
+            if _complete(config, start):
                 progress.warn(f"{failure}; nothing is left to do, {start} is the last step")
                 return None
             progress.warn(f"{failure}; starting again from {start or 'the beginning'}")
@@ -161,11 +161,18 @@ def _launched(
         chosen = [choose(config.checkpoint, resume) if rank.rank == 0 else None]
         if rank.world_size > 1:
             dist.broadcast_object_list(chosen, src=0)
-        if again and chosen[0] is not None and Manifest.load(chosen[0]).step >= config.steps:
-            return None  # a rank died after the last save
+        if again and _complete(config, chosen[0]):
+            return None
         run = open_run(config, plan, rank.device.kind) if rank.rank == 0 else None
         with run or _no_run():
             return train_rank(rank, config, plan, dataset, run, progress, chosen[0])
+
+
+def _complete(config: TrainConfig, start: Path | None) -> bool:
+    """Whether a run of which a rank died had done everything: the last step is saved, and no export is missing."""
+    if start is None or (config.export is not None and not Path(config.export).exists()):
+        return False
+    return Manifest.load(start).step >= config.steps
 
 
 def open_run(config: TrainConfig, plan: Plan, device: str) -> Run | None:

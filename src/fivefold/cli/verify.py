@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     help="Of everything.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1, 100), default=2, show_default=True, help="Training steps to compare."
+    "--steps", type=click.IntRange(1, 100), default=1, show_default=True, help="Training steps to compare."
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of weights and data."

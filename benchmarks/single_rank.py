@@ -2,10 +2,10 @@
 
     python benchmarks/single_rank.py --pairs 120
 
-The three train the same model from the same weights on the same data, in one process on one thread, one step each
-in turn and in an order that changes every time; so whatever else the machine does falls on all of them alike.
-Where a model lies in memory alone moves its speed by a percent or two: so all three are made anew for each round of
-pairs, in another order. They must agree on every loss, or nothing is reported.
+Each pair of contestants trains the same model from the same weights on the same data, in one process on one thread,
+one step each in turn: so whatever else the machine does falls on both alike. Where a model lies in memory alone moves
+its speed by a percent or two: so both are made anew for each round of pairs. They must agree on every loss, or
+nothing is reported.
 
 ratio        total CPU-seconds of ours / total CPU-seconds of the other, over all pairs of steps
 upper bound  95th percentile of that ratio over bootstrap resamples of the rounds and of the pairs in each
@@ -212,33 +212,33 @@ def stock(case: Case, batches: Batches, weights: Weights) -> Step:
     return step
 
 
-def measure(case: Case, pairs: int) -> dict[str, np.ndarray]:
-    """CPU-seconds of every step of every contestant, [ROUNDS, pairs / ROUNDS] each, warm-up left out."""
-    seconds = [measure_round(case, number, -(-pairs // ROUNDS)) for number in range(ROUNDS)]
-    return {name: np.array([one[name] for one in seconds]) for name in seconds[0]}
+def measure(case: Case, opponent: str, pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """CPU-seconds of every step of ours and of the opponent, [ROUNDS, pairs / ROUNDS], warm-up left out."""
+    rounds = [measure_round(case, opponent, number, -(-pairs // ROUNDS)) for number in range(ROUNDS)]
+    mine, other = np.array(rounds).transpose(1, 0, 2)
+    return mine, other
 
 
-def measure_round(case: Case, number: int, pairs: int) -> dict[str, list[float]]:
-    """CPU-seconds of `pairs` steps of each contestant, all made anew, in an order that differs from round to round."""
+def measure_round(case: Case, opponent: str, number: int, pairs: int) -> tuple[list[float], list[float]]:
+    """CPU-seconds of `pairs` steps of ours and of the opponent in turn, both made anew."""
     batches = Batches.make(case, pairs + WARM_UP, seed=number)
     weights = initial_weights(case)
-    makers = {"ours": ours, "plain": plain, "transformers": stock}
-    orders = list(itertools.permutations(makers))
-    steps = {name: makers[name](case, batches, weights) for name in orders[number % len(orders)]}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    makers = [ours, OPPONENTS[opponent]]
+    first = number % 2  # who is made first
+    made = {i: makers[i](case, batches, weights) for i in (first, 1 - first)}
+    seconds: tuple[list[float], list[float]] = ([], [])
     gc.collect()
     gc.freeze()  # what was imported is not garbage; a full scan of it would fall on whoever is running
-    for i in range(pairs + WARM_UP):
-        losses = {}
-        for name in orders[i % len(orders)]:
+    for step in range(pairs + WARM_UP):
+        losses = []
+        for i in (0, 1):  # strictly in turn: neither ever finds the caches as it left them
             started = time.process_time()
-            losses[name] = steps[name](i)
-            seconds[name].append(time.process_time() - started)
-        worst = max(abs(loss - losses["ours"]) for loss in losses.values())
-        if worst > LOSS_TOLERANCE:
-            sys.exit(f"hidden {case.hidden}, step {i}: the losses differ by {worst:.1e}: {losses}")
+            losses.append(made[i](step))
+            seconds[i].append(time.process_time() - started)
+        if abs(losses[0] - losses[1]) > LOSS_TOLERANCE:
+            sys.exit(f"hidden {case.hidden}, step {step}: our loss is {losses[0]}, {opponent}'s {losses[1]}")
     gc.unfreeze()
-    return {name: values[WARM_UP:] for name, values in seconds.items()}
+    return seconds[0][WARM_UP:], seconds[1][WARM_UP:]
 
 
 def ratio_with_bound(mine: np.ndarray, other: np.ndarray, resamples: int = 10_000) -> tuple[float, float]:
@@ -251,26 +251,25 @@ def ratio_with_bound(mine: np.ndarray, other: np.ndarray, resamples: int = 10_00
     return float(mine.sum() / other.sum()), float(np.quantile(ratios, 0.95))
 
 
-def compare(case: Case, pairs: int) -> list[dict[str, Any]]:
-    """One row for each opponent."""
-    seconds = measure(case, pairs)
-    rows = []
-    for other, target in (("plain", case.target_plain), ("transformers", case.target_transformers)):
-        ratio, bound = ratio_with_bound(seconds["ours"], seconds[other])
-        rows.append(
-            {
-                "hidden": case.hidden,
-                "against": other,
-                "ratio": round(ratio, 4),
-                "upper_bound": round(bound, 4),
-                "target": target,
-                "passed": bound <= target,
-                "pairs": seconds["ours"].size,
-                "cpu_us_per_token": round(1e6 * float(seconds["ours"].mean()) / case.tokens, 2),
-                "other_cpu_us_per_token": round(1e6 * float(seconds[other].mean()) / case.tokens, 2),
-            }
-        )
-    return rows
+OPPONENTS = {"plain": plain, "transformers": stock}
+
+
+def compare(case: Case, opponent: str, pairs: int) -> dict[str, Any]:
+    """One row of the result."""
+    mine, other = measure(case, opponent, pairs)
+    ratio, bound = ratio_with_bound(mine, other)
+    target = case.target_plain if opponent == "plain" else case.target_transformers
+    return {
+        "hidden": case.hidden,
+        "against": opponent,
+        "ratio": round(ratio, 4),
+        "upper_bound": round(bound, 4),
+        "target": target,
+        "passed": bound <= target,
+        "pairs": mine.size,
+        "cpu_us_per_token": round(1e6 * float(mine.mean()) / case.tokens, 2),
+        "other_cpu_us_per_token": round(1e6 * float(other.mean()) / case.tokens, 2),
+    }
 
 
 def main() -> None:
@@ -285,7 +284,8 @@ def main() -> None:
     for case in CASES:
         if options.hidden and case.hidden not in options.hidden:
             continue
-        for row in compare(case, options.pairs):
+        for opponent in OPPONENTS:
+            row = compare(case, opponent, options.pairs)
             rows.append(row)
             print(
                 "hidden {hidden:4d}  against {against:12s}  {ratio:.3f}, upper bound {upper_bound:.3f} "

@@ -22,7 +22,8 @@ from rich.table import Table
 from fivefold.catalog.models import resolve
 from fivefold.core.layout import Layout
 from fivefold.records.machine import machine_facts, versions
-from fivefold.verify.verify import Reference, Verdict, common_plans
+from fivefold.verify.verify import Reference, Verdict
+from fivefold.verify.workload import common_plans
 
 MODELS = "tiny-uneven,tiny-llama,tiny-mistral,tiny-qwen2,tiny-qwen3"
 
@@ -47,7 +48,7 @@ def verify_all(names: list[str], max_ranks: int) -> list[Verdict]:
         plan, reference_plan = common_plans(resolve(name), layout, Layout(), dtype)  # type: ignore[arg-type]
         key = (name, dtype, reference_plan.workload.global_batch)
         if key not in references or references[key].plan != reference_plan:
-            references[key] = Reference(reference_plan, steps=1, seed=0, device="cpu")
+            references[key] = Reference(reference_plan, seed=0, device="cpu")
         verdicts.append(references[key].judge(plan))
     return verdicts
 

@@ -19,7 +19,10 @@ __all__ = [
     "COLLECTIVE_NAMESPACES",
     "TorchDispatchMode",
     "default_timeout",
+    "flash_attention",
+    "flash_attention_backward",
     "group_name_of",
+    "has_flash",
     "scale_in_place",
     "storage_key",
     "tree_leaves",
@@ -52,6 +55,49 @@ def default_timeout(device: torch.device) -> timedelta:
 def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by a scalar tensor on the same device: one kernel, nothing waits."""
     torch._foreach_mul_(tensors, factor)
+
+
+def flash_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp, which the public function does not return. For tensors that `has_flash` accepts.
+
+    Shapes: q [B, N, Sq, H], k and v [B, K, Sk, H], N a multiple of K -> [B, N, Sq, H], and [B, N, Sq] in at least
+            float32. `causal` takes Sq = Sk.
+    """
+    if q_BNSH.is_cpu:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNSH, k_BKSH, v_BKSH, 0.0, causal
+        )
+        return out, lse
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_BNSH, k_BKSH, v_BKSH, 0.0, causal)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v: of a whole attention, or of one block of keys where `out` and `lse` are of all keys."""
+    if q.is_cpu:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+        return dq, dk, dv
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout
+    )
+    return dq, dk, dv
+
+
+def has_flash(q: Tensor) -> bool:
+    """Whether flash attention takes such tensors: everything on the CPU; on CUDA 16 bits and whole vectors of 8."""
+    if q.is_cpu:
+        return q.dtype in (torch.float64, torch.float32, torch.bfloat16)
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+    )
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

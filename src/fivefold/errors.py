@@ -24,6 +24,8 @@ class FivefoldError(Exception):
     """Root of all errors that Fivefold raises on purpose."""
 
     exit_code = 1
+    told: bool | None = None
+    """In a launched job: whether another rank tells of it (True), or this one does (False); None: not agreed on."""
 
 
 class UserError(FivefoldError):

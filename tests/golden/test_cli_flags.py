@@ -82,6 +82,24 @@ def test_every_command_and_option_explains_itself(path, command):
     assert not silent, f"{path}: no help for {', '.join(map(str, silent))}"
 
 
+RANGES = [
+    (f"{path} {parameter.opts[0]}", parameter)
+    for path, command in LEAVES
+    for parameter in command.params
+    if isinstance(parameter.type, click.types.IntParamType | click.types.FloatParamType)
+]
+
+
+@pytest.mark.parametrize(("name", "parameter"), RANGES, ids=[name for name, _ in RANGES])
+def test_every_number_has_two_bounds_and_is_a_number(name, parameter):
+    kind = parameter.type
+    assert isinstance(kind, click.IntRange | click.FloatRange), "has no bounds"
+    assert None not in (kind.min, kind.max), "has one bound"
+    for text in ("nan", "inf", "-inf", "1e300", "9" * 5000):
+        with pytest.raises(click.BadParameter):
+            kind.convert(text, parameter, None)
+
+
 if __name__ == "__main__":
     GOLDEN.write_text(frozen_text(), encoding="utf-8")
     print(f"wrote {GOLDEN}")

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fivefold.cli import process
 from fivefold.cli.main import run as run_command
 
 MODEL: dict[str, Any] = {
@@ -128,7 +129,7 @@ class CommandLine:
                 sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1) for n in (1, 2))
                 before()
                 code = run_command(list(arguments))
-                sys.stdout.flush()
+                process.abandon_broken_streams()  # as `main` does
             finally:
                 os._exit(code)
         self.started.append(Started(pid, self.folder))

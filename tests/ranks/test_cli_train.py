@@ -97,9 +97,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["layout=tp3"], ["tp3", "heads = 4", "nearest legal tp: 2 or 4"]),
     (["layout=pp3"], ["pp3 has 3 pipeline stages", "2 layers"]),
     (["layout=dp3"], ["global batch 8", "dp3 x micro-batch 2 = 6", "6 or 12"]),
-    (["layout=tp2", "seq_len=31"], ["sequence length 31", "tp*cp = 2", "30 or 32"]),
+    (["layout=tp2", "seq_len=31"], ["sequence length 31", "tp = 2", "30 or 32"]),
     (["seq_len=1024"], ["sequence length 1024", "256 positions"]),
-    (["layout=dp2 zero1"], ["zero1 cannot be run yet"]),
+    (["layout=dp2 ep2"], ["ep2 etp1 cannot be run yet"]),
+    (["layout=dp2 zero1", "zero3_gather=step"], ["zero3_gather=step does nothing with zero1"]),
     (["layout=dq2"], ["dq2"]),
     (["data=empty"], ["corpus empty holds no text"]),
     (["data=nowhere"], ["nowhere"]),
@@ -291,14 +292,16 @@ def test_under_torchrun(fivefold: CommandLine) -> None:
     assert outcome["last_loss"] == launched[-1]["loss"]
     assert [run["id"] for run in fivefold("runs", "list", "--json").json()["runs"]] == [outcome["run_id"]]
     assert {row["rank"] for row in fivefold.last_run()["metrics"]} == {0, 1}
-    assert fivefold("train", "train.yaml", "layout=dp2", "dtype=float64").code == 0
-    for one, other in zip(launched, fivefold.metrics(), strict=True):
+    here = ("layout=dp2", "dtype=float64", "log.metrics=here.jsonl")
+    assert fivefold("train", "train.yaml", *here).code == 0
+    for one, other in zip(launched, fivefold.metrics("here.jsonl"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
 
 
 def test_wrong_number_of_processes_under_torchrun(fivefold: CommandLine) -> None:
-    ended = torchrun(fivefold.folder, 1, "train", "train.yaml", "layout=dp2")
+    """All ranks find it out; one tells it."""
+    ended = torchrun(fivefold.folder, 2, "train", "train.yaml", "layout=dp4", "micro_batch=1")
     assert ended.returncode != 0
     said = [line for line in ended.stderr.splitlines() if line.startswith("fivefold: ")]
-    assert said == ["fivefold: layout dp2 has 2 ranks, the launcher started 1; start 2, or change the layout"]
+    assert said == ["fivefold: layout dp4 has 4 ranks, the launcher started 2; start 4, or change the layout"]
     assert ended.stdout == ""

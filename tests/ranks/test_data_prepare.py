@@ -48,6 +48,9 @@ def corpus(path: Path, size_bytes: int) -> Path:
 
 def start(*arguments: str, limit_bytes: int | None = None) -> subprocess.Popen[str]:
     def limit() -> None:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # ignored where the tests run in the background of a script
         if limit_bytes is not None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
@@ -136,12 +139,13 @@ def wait_for_plan(out: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.002)
 
 
-def test_ctrl_c_ends_all_processes_and_leaves_what_is_finished(here: Path) -> None:
+@pytest.mark.parametrize("moment", [".work/plan.json", ".work/unit-*.json"], ids=["forking", "working"])
+def test_ctrl_c_ends_all_processes_and_leaves_what_is_finished(here: Path, moment: str) -> None:
     source = str(corpus(here / "a.jsonl", 12 * MIB))
     with start("prepare", source, "--out", "out", "--workers", "2", "--shard-mib", "0.5") as process:
-        while not list((here / "out").glob(".work/unit-*.json")):
+        while not list((here / "out").glob(moment)):
             assert process.poll() is None
-            time.sleep(0.005)
+            time.sleep(0.0005)
         workers = psutil.Process(process.pid).children()
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=30)

@@ -6,7 +6,8 @@ import pytest
 
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
-from fivefold.verify.verify import Reference, common_plans
+from fivefold.verify.verify import Reference
+from fivefold.verify.workload import common_plans
 
 from .models import HARD, PLAIN, layouts
 
@@ -18,7 +19,7 @@ def check(spec: ModelSpec, layout: Layout, dtype: str) -> None:
     plan, reference_plan = common_plans(spec, layout, ONE, dtype)
     key = (spec.name, dtype, layout.dp)
     if key not in _references or _references[key].plan != reference_plan:
-        _references[key] = Reference(reference_plan, steps=1, seed=0, device="cpu")
+        _references[key] = Reference(reference_plan, seed=0, device="cpu")
     verdict = _references[key].judge(plan, find_axis=False)
     assert verdict.passed, f"{verdict.cause}; {verdict.quantities}"
     assert verdict.events_match

@@ -48,8 +48,9 @@ def wait_for(folder: Path, pattern: str, *, above: int = 0, timeout_s: float = 6
 def expected(fivefold: CommandLine) -> dict[str, str]:
     """The end of a run without faults."""
     ended = fivefold(
-        "train", "train.yaml", "layout=dp2 tp2", f"steps={STEPS}", *SAVING, "checkpoint.folder=whole"
-    )
+        "train", "train.yaml", "layout=dp2 tp2", f"steps={STEPS}", *SAVING,
+        "checkpoint.folder=whole", "log.metrics=whole.jsonl",
+    )  # fmt: skip
     assert ended.code == 0, ended.err
     return final(fivefold.folder / "whole")
 

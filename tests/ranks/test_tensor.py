@@ -24,7 +24,7 @@ from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.memory import LiveBytes
 from fivefold.runtime.mesh import Axis, Mesh
 from fivefold.strategies.tensor import apply
-from fivefold.strategies.tensor.linear import ColumnParallel, RowParallel
+from fivefold.strategies.tensor.linear import ColumnParallel, Cut, RowParallel
 from fivefold.strategies.tensor.vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyLoss
 
 B, S, D = 2, 12, 6
@@ -63,7 +63,7 @@ def check_column(axis: Axis, sp: bool) -> None:
     local = copy.deepcopy(plain)
     for p in local.parameters():
         p.data = part(p.data, axis, 0)
-    column = ColumnParallel(local, axis, sequence_parallel=sp)
+    column = ColumnParallel(local, Cut(axis, sp))
     assert [name for name, _ in column.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
     x = random(B, S, D, seed=9).requires_grad_()
@@ -92,7 +92,7 @@ def check_row(axis: Axis, sp: bool) -> None:
     plain.weight.data, plain.bias.data = random(D, 12, seed=1), random(D, seed=2)
     local = copy.deepcopy(plain)
     local.weight.data = part(plain.weight, axis, 1)
-    row = RowParallel(local, axis, sequence_parallel=sp)
+    row = RowParallel(local, Cut(axis, sp))
 
     x, w = random(B, S, 12, seed=3).requires_grad_(), random(B, S, D, seed=4)
     y = plain(x)
@@ -114,7 +114,7 @@ def check_embedding(axis: Axis, sp: bool, vocab: int) -> None:
     plain.weight.data = random(vocab, D, seed=5)
     local = copy.deepcopy(plain)
     local.weight.data, real = padded_rows(plain.weight, axis)
-    embedding = VocabularyEmbedding(local, axis, sequence_parallel=sp)
+    embedding = VocabularyEmbedding(local, Cut(axis, sp))
 
     tokens = torch.arange(B * S).view(B, S) * 7 % vocab  # every token of the vocabulary, often
     w = random(B, S, D, seed=6)
@@ -134,7 +134,7 @@ def check_head_and_loss(axis: Axis, sp: bool, vocab: int, scale: float) -> None:
     plain.weight.data = random(vocab, D, seed=7) * scale
     local = copy.deepcopy(plain)
     local.weight.data, real = padded_rows(plain.weight, axis)
-    head, loss = VocabularyHead(local, axis, sequence_parallel=sp), VocabularyLoss(axis, vocab)
+    head, loss = VocabularyHead(local, Cut(axis, sp)), VocabularyLoss(axis, vocab)
 
     x = random(B, S, D, seed=8).requires_grad_()
     labels = torch.arange(B * S).view(B, S) * 5 % vocab
@@ -198,7 +198,7 @@ def test_the_gathered_input_is_not_kept(on_mesh: Callable[..., Any]) -> None:
 
     def saved(mesh: Mesh) -> tuple[list[tuple[int, ...]], int]:
         plain = Projections(D, {"a": outputs}, bias=False)
-        column = ColumnParallel(plain, mesh.axis("tp"), sequence_parallel=mesh.layout.sequence_parallel)
+        column = ColumnParallel(plain, Cut(mesh.axis("tp"), mesh.layout.sequence_parallel))
         x = torch.ones(B, S // n if mesh.layout.sequence_parallel else S, D, requires_grad=True)
         shapes: list[tuple[int, ...]] = []
 

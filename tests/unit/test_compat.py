@@ -94,6 +94,46 @@ def test_every_collective_operator_of_torch_is_known() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_returns_the_log_sum_exp(dtype: torch.dtype, causal: bool) -> None:
+    """Grouped heads, a head size of no power of two; its backward takes slices of what the forward gave."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 9, 12, generator=generator, dtype=torch.float64) for n in (6, 2, 2))
+    assert compat.has_flash(q.to(dtype))
+    mine = [x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    q, k, v = (x.double().requires_grad_() for x in mine)
+    scores = q @ k.repeat_interleave(3, 1).transpose(2, 3) / 12**0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf)
+    expected = scores.softmax(-1) @ v.repeat_interleave(3, 1)
+    out, lse = compat.flash_attention(*mine, causal=causal)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    assert out.dtype == dtype
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=min(tolerance, 1e-5))
+    grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64).to(dtype)
+    exact = torch.autograd.grad(expected, (q, k, v), grad.double())
+    found = compat.flash_attention_backward(grad, *mine, out.contiguous(), lse.contiguous(), causal=causal)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=4 * tolerance)
+
+
+def test_flash_attention_on_cuda_still_has_these_arguments() -> None:
+    """Not run here: the names and types that `flash_attention` and its backward rely on."""
+    ops = torch.ops.aten
+    forward = ops._scaled_dot_product_flash_attention.default._schema
+    assert [a.name for a in forward.arguments][:5] == ["query", "key", "value", "dropout_p", "is_causal"]
+    assert [a.name for a in forward.returns][:2] == ["output", "logsumexp"]
+    backward = ops._scaled_dot_product_flash_attention_backward.default._schema
+    assert [a.name for a in backward.arguments] == [
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+        "dropout_p", "is_causal", "philox_seed", "philox_offset", "scale",
+    ]  # fmt: skip
+    assert not compat.has_flash(torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device="meta"))
+
+
 def test_a_finalizer_on_a_storage_runs_when_the_last_owner_lets_go() -> None:
     """The last owner may be autograd, in C++, long after Python forgot the tensor."""
     freed: list[str] = []

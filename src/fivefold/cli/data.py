@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fivefold.cli.output import print_json
+from fivefold.cli.output import FiniteRange, print_json
+from fivefold.cli.process import tell
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -44,7 +45,7 @@ def command() -> None:
 )
 @click.option(
     "--validation-frac",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=FiniteRange(0, 1, max_open=True),
     default=0.01,
     show_default=True,
     help="Share of the documents kept for validation; 0: none.",
@@ -52,7 +53,7 @@ def command() -> None:
 @click.option("--workers", type=click.IntRange(1, 1024), help="Processes. Default: one for each core.")
 @click.option(
     "--shard-mib",
-    type=click.FloatRange(0, 4096, min_open=True),
+    type=FiniteRange(0, 4096, min_open=True),
     default=64.0,
     show_default=True,
     help="MiB of text in a shard, at most about.",
@@ -110,7 +111,7 @@ def prepare_data(
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--verify", is_flag=True, help="Read every shard and compare it with its sha256.")
 @click.option(
-    "--document", type=click.IntRange(min=0), help="Print one document; what counts in the loss is in «»."
+    "--document", type=click.IntRange(0, 10**12), help="Print one document; what counts in the loss is in «»."
 )
 @click.option("--split", type=click.Choice(["train", "validation"]), default="train", help="Of --document.")
 @_json
@@ -219,7 +220,7 @@ class PrepareProgress:
             self.said = time.monotonic()
             speed = format_bytes(done / (self.said - self.started))
             sizes = f"{format_bytes(done)} of {format_bytes(total_bytes)}"
-            print(f"{sizes}, {speed}/s, {units}/{all_units} shards", file=sys.stderr)
+            tell(f"{sizes}, {speed}/s, {units}/{all_units} shards")
 
     def stop(self) -> None:
         if self.bar is not None:

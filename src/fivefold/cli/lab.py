@@ -12,7 +12,11 @@ import click
     "--max-ranks", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest layout to run."
 )
 @click.option(
-    "--steps", type=click.IntRange(1), default=24, show_default=True, help="Training steps of every layout."
+    "--steps",
+    type=click.IntRange(1, 10**6),
+    default=24,
+    show_default=True,
+    help="Training steps of every layout.",
 )
 @click.option(
     "--model", "-m", default="small-llama", show_default=True, help="A preset, or a path to a config.json."
@@ -37,6 +41,7 @@ def command(
     """
     from fivefold.catalog.models import resolve
     from fivefold.cli.output import print_json
+    from fivefold.cli.process import tell
 
     spec = resolve(model)
 
@@ -46,12 +51,10 @@ def command(
 
     with Store.open(records) as store:
         lab = Lab(spec, max_ranks=max_ranks, steps=steps, out=out, store=store, device=device)
-        click.echo(
-            f"{len(lab.layouts)} layouts of {spec.name}, {steps} steps each, on {lab.device} ...", err=True
-        )
+        tell(f"{len(lab.layouts)} layouts of {spec.name}, {steps} steps each, on {lab.device} ...")
         for layout, reason in lab.refused.items():
-            click.echo(f"left out {layout}: {reason}", err=True)
-        result = lab.run(lambda line: click.echo(line, err=True))
+            tell(f"left out {layout}: {reason}")
+        result = lab.run(tell)
     report = out / "report.html"
     if as_json:
         layouts = [
@@ -72,6 +75,10 @@ def command(
             {
                 "passed": result.passed,
                 "report": str(report),
+                "load_at_start": result.load_at_start,
+                "cores": result.machine.get("cores"),
+                "doubtful_times": [one.layout for one in result.layouts if one.oversubscribed]
+                + [one.layout for one in result.disturbed],
                 "layouts": layouts,
                 "left_out": lab.refused,
             }

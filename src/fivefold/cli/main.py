@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -11,11 +12,13 @@ from typing import Any
 import click
 
 from fivefold import __version__
+from fivefold.cli import process
 from fivefold.errors import FivefoldError, RankFailure
 
 COMMANDS = {
     "train": ("fivefold.cli.train", "Train a model under a layout, on this machine or under torchrun."),
     "verify": ("fivefold.cli.verify", "Show that a layout is the same model as one device, or why not."),
+    "layouts": ("fivefold.cli.layouts", "List every legal layout of a model, or say which rule forbids one."),
     "lab": ("fivefold.cli.lab", "Run a grid of layouts on real text, verify each, and write a report."),
     "model": ("fivefold.cli.model", "Show what a model is made of: parameters by component, FLOPs."),
     "data": ("fivefold.cli.data", "Tokenise text once for training, and show what was tokenised."),
@@ -63,7 +66,12 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point. Exit code 0 only on success; one line for a user's mistake (2), the first cause of a failure (1)."""
-    sys.exit(run(sys.argv[1:]))
+    process.open_streams()
+    if not process.launched():  # a launched rank has its own way: the main thread may wait for other ranks
+        process.end_on_sigterm()
+    code = run(sys.argv[1:])
+    process.abandon_broken_streams()
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -76,32 +84,51 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        error.show()
+        process.let_node_rank_0_speak()
+        with contextlib.suppress(OSError):
+            error.show()
         return 2
-    except (KeyboardInterrupt, click.Abort):
-        return _say("interrupted", 130)
-    except RankFailure as error:
-        return _say(f"{error}\n{error.details}".strip(), error.exit_code)
+    except (KeyboardInterrupt, click.Abort) as stop:
+        if process.Terminated in (type(stop), type(stop.__cause__)):  # click makes an Abort of it
+            return _say("terminated by SIGTERM; what was saved and recorded before is kept", 143)
+        return 130 if process.launched() and os.environ["RANK"] != "0" else _say("interrupted", 130)
     except FivefoldError as error:
-        return _say(str(error), error.exit_code)
+        return _tell(error)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy", "psutil"):
             raise
         return _say(f"this command needs {error.name}; install it with: pip install 'fivefold[train]'", 2)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the reader has gone: nothing more to say
-        return 1
+        return 1  # the reader has gone: nothing more to say
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return _say(
-            f"the disk is full: cannot write {error.filename or 'output'}; what was recorded before is kept",
-            2,
+        return _say(_os_fault(error), 2)
+
+
+def _tell(error: FivefoldError) -> int:
+    """One line, and the trace of a rank that failed; once for all ranks of a launched job."""
+    if error.told:
+        return error.exit_code
+    if error.told is None:
+        process.let_node_rank_0_speak()
+    details = error.details if isinstance(error, RankFailure) else ""
+    return _say(f"{error}\n{details}".strip(), error.exit_code)
+
+
+def _os_fault(error: OSError) -> str:
+    """What the system refused, as a line. Raises: the error, where it is about no file: then it is a fault of ours."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full: cannot write {error.filename or 'output'}; what was recorded before is kept"
         )
+    reason = error.strerror or type(error).__name__
+    if error.filename is not None:
+        name = repr(error.filename)
+        return f"cannot use {name if len(name) <= 200 else name[:200] + ' ...'}: {reason}"
+    if error.errno in (errno.EIO, errno.EFBIG):
+        return f"cannot write output: {reason}"
+    raise error
 
 
 def _say(message: str, code: int) -> int:
-    click.echo(f"fivefold: {message}", err=True)
+    process.tell(f"fivefold: {message}")
     return code

@@ -1,4 +1,4 @@
-"""`fivefold model`: what a model is made of, and its checkpoints in other files or another dtype."""
+"""`fivefold model`: what a model is made of, and its checkpoints as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from fivefold.cli.output import print_json
 if TYPE_CHECKING:
     from fivefold.core.model_counts import ParameterCounts
     from fivefold.core.model_spec import ModelSpec
+    from fivefold.nn.hub_write import Written
 
 
 @click.group(name="model")
 def command() -> None:
-    """Sizes, parameters and FLOPs of a model; its checkpoint rewritten."""
+    """Sizes, parameters and FLOPs of a model; its checkpoint rewritten or exported."""
 
 
 @command.command(name="show")
@@ -50,24 +51,48 @@ def list_presets(as_json: bool) -> None:
     from fivefold.core.model_counts import parameter_counts
     from fivefold.units import format_count
 
-    rows = [(name, source(name), parameter_counts(preset(name))) for name in names()]
+    rows = [(preset(name), source(name), parameter_counts(preset(name))) for name in names()]
     if as_json:
         models = [
             {
-                "name": name,
+                "name": spec.name,
                 "source": origin,
                 "total_parameters": counts["total_parameters"],
                 "active_parameters": counts["active_parameters"],
+                "runs_here": (reason := _why_not(spec)) is None,
+                "reason": reason,
             }
-            for name, origin, counts in rows
+            for spec, origin, counts in rows
         ]
         print_json({"models": models})
         return
-    table = Table("preset", "parameters", "active", "source")
-    for name, origin, counts in rows:
+    table = Table("preset", "parameters", "active", "runs here", "source")
+    for spec, origin, counts in rows:
         total, active = format_count(counts["total_parameters"]), format_count(counts["active_parameters"])
-        table.add_row(name, total, active, origin)
+        table.add_row(spec.name, total, active, "no" if _why_not(spec) else "yes", origin)
     Console().print(table)
+    click.echo("runs here: whether this version can train it, memory aside; --json says why not")
+
+
+def _why_not(spec: ModelSpec) -> str | None:
+    """Why this version cannot train a model; None if it can."""
+    from fivefold.core.cluster import Cluster
+    from fivefold.core.execution import Execution
+    from fivefold.core.layout import Layout
+    from fivefold.core.plan import Plan
+    from fivefold.core.workload import Workload
+    from fivefold.errors import UserError
+    from fivefold.strategies import compose
+
+    workload = Workload(seq_len=min(spec.max_positions, 16), global_batch=1)
+    here = Cluster.parse("cpu")
+    try:
+        compose.check(
+            Plan(model=spec, cluster=here, workload=workload, layout=Layout(), execution=Execution())
+        )
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @command.command(name="convert")
@@ -91,13 +116,46 @@ def convert(source: str, target: Path, dtype: str | None, shard_mib: int, as_jso
     """
     from fivefold.nn.hub import local_folder
     from fivefold.nn.hub_write import convert as rewrite
-    from fivefold.units import MIB, format_bytes
+    from fivefold.units import MIB
 
     folder = local_folder(source)
     written = rewrite(folder, target, dtype=dtype, max_shard_bytes=shard_mib * MIB)
+    _say_written(written, {"source": str(folder), "dtype": dtype}, as_json=as_json)
+
+
+@command.command(name="export")
+@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of all weights. Default: that of the run."
+)
+@click.option(
+    "--shard-mib",
+    type=click.IntRange(1, 10**6),
+    default=5120,
+    show_default=True,
+    help="Most MiB of weights in one file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def export(checkpoint: Path, target: Path, dtype: str | None, shard_mib: int, as_json: bool) -> None:
+    """Make a Hugging Face checkpoint of one that `fivefold train` saved.
+
+    CHECKPOINT is a folder such as saves/step-00000100; OUT a folder that does not exist. Starts no ranks, and holds
+    one parameter in memory at a time. The files are those that `export=` of the run writes.
+    """
+    from fivefold.train.export import export_checkpoint
+    from fivefold.units import MIB
+
+    written = export_checkpoint(checkpoint, target, dtype=dtype, max_shard_bytes=shard_mib * MIB)
+    _say_written(written, {"source": str(checkpoint), "dtype": dtype}, as_json=as_json)
+
+
+def _say_written(written: Written, facts: dict[str, Any], *, as_json: bool) -> None:
+    from fivefold.units import format_bytes
+
     if as_json:
-        facts = {"source": str(folder), "target": str(written.folder), "dtype": dtype}
-        print_json({**facts, "files": list(written.files), "weight_bytes": written.bytes})
+        files = {"files": list(written.files), "weight_bytes": written.bytes}
+        print_json({**facts, "target": str(written.folder), **files})
     else:
         count = f"{len(written.files)} file{'s' if len(written.files) > 1 else ''}"
         click.echo(f"{written.folder}: {format_bytes(written.bytes)} of weights in {count}")

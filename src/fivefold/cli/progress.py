@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from fivefold.cli.process import tell
 from fivefold.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class TrainProgress:
         self.task: TaskID | None = None
         self.said = 0.0
         self.steps = 0
+        self.measured = ""
 
     def start(self, plan: Plan, first: int, steps: int, rank: Rank) -> None:
         self.steps = steps
@@ -35,7 +37,7 @@ class TrainProgress:
         if not sys.stderr.isatty():
             ranks = f"{rank.world_size} rank" + "s" * (rank.world_size > 1)
             since = f", from step {first}" if first else ""
-            print(f"training {title}: {steps} steps on {ranks}{since}", file=sys.stderr)
+            tell(f"training {title}: {steps} steps on {ranks}{since}")
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -57,18 +59,21 @@ class TrainProgress:
             f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tok/s  "
             f"{format_count(metrics.flops_per_s)}FLOP/s  {memory}  comm {metrics.comm_frac:.0%}"
         )
+        if metrics.validation_loss is not None:
+            self.measured = f"  validation {metrics.validation_loss:.4f}"
+        line += self.measured
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=metrics.step, line=line)
         elif time.monotonic() - self.said > PLAIN_EVERY_S or metrics.step in (1, self.steps):
             self.said = time.monotonic()
-            print(f"step {metrics.step}/{self.steps}  {line}", file=sys.stderr)
+            tell(f"step {metrics.step}/{self.steps}  {line}")
 
     def warn(self, line: str) -> None:
         """Say something above the bar; the run goes on."""
         if self.bar is not None:
             self.bar.console.print(f"warning: {line}", markup=False, highlight=False)
         else:
-            print(f"warning: {line}", file=sys.stderr)
+            tell(f"warning: {line}")
 
     def stop(self) -> None:
         if self.bar is not None:

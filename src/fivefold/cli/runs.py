@@ -48,7 +48,7 @@ def command() -> None:
 
 @command.command("list")
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, newest first."
+    "--limit", type=click.IntRange(1, 10**6), default=20, show_default=True, help="How many, newest first."
 )
 @click.option("--status", type=click.Choice(STATUSES), help="Only runs of this status.")
 @_records

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import os
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from fivefold.train.outcome import Outcome
 
 
 @click.command()
@@ -15,10 +19,12 @@ import click
     "--resume", help="auto (the newest checkpoint of checkpoint.folder, if any), or a checkpoint's folder."
 )
 @click.option(
-    "--restarts", type=click.IntRange(0), default=0, show_default=True,
+    "--restarts", type=click.IntRange(0, 10**6), default=0, show_default=True,
     help="Start again from the newest checkpoint so many times when a rank dies.",
 )  # fmt: skip
-@click.option("--ranks", type=click.IntRange(1), help="Ranks to start here; must be those of the layout.")
+@click.option(
+    "--ranks", type=click.IntRange(1, 10**6), help="Ranks to start here; must be those of the layout."
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option(
     "--port", type=click.IntRange(1, 65535), help="Port for the ranks to meet at; default: a free one."
@@ -48,7 +54,9 @@ def command(
     from fivefold.errors import LaunchError
     from fivefold.train.config import load_config
 
-    if config is not None and "=" in config and not Path(config).exists():
+    if (
+        config is not None and "=" in config and not os.path.exists(config)
+    ):  # a Path would refuse a name too long
         settings = load_config(None, (config, *overrides))
     else:
         settings = load_config(config, overrides)
@@ -73,13 +81,28 @@ def command(
     if as_json:
         print_json({"layout": str(settings.layout), **dataclasses.asdict(outcome)})
         return 0
-    from fivefold.units import format_bytes, format_count
-
-    click.echo(
-        f"{outcome.steps} steps: loss {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}, "
-        f"{format_count(outcome.tokens_per_s)} tokens/s, peak memory {format_bytes(outcome.peak_memory_bytes)} a rank, "
-        f"communication {format_bytes(outcome.comm_bytes)} a step"
-    )
+    click.echo(_in_words(outcome))
     if outcome.run_id:
         click.echo(f"recorded as {outcome.run_id}; see: fivefold runs show {outcome.run_id}")
     return 0
+
+
+def _in_words(outcome: Outcome) -> str:
+    """One line; where a rank died after the last save, without what it alone knew."""
+    from fivefold.units import format_bytes, format_count
+
+    exported = f"the model is in {outcome.exported}" if outcome.exported else ""
+    if outcome.steps == 0:
+        return f"no step was left to take after step {outcome.resumed_at}; {exported or 'nothing was done'}"
+    facts = []
+    if outcome.first_loss is not None and outcome.last_loss is not None:
+        facts.append(f"loss {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}")
+    if outcome.validation_loss is not None:
+        facts[-1:] = [" ".join([*facts[-1:], f"(validation {outcome.validation_loss:.4f})"])]
+    if outcome.tokens_per_s is not None:
+        facts.append(f"{format_count(outcome.tokens_per_s)} tokens/s")
+    if outcome.peak_memory_bytes is not None:
+        facts.append(f"peak memory {format_bytes(outcome.peak_memory_bytes)} a rank")
+    if outcome.comm_bytes is not None:
+        facts.append(f"communication {format_bytes(outcome.comm_bytes)} a step")
+    return f"{outcome.steps} steps: {', '.join([*facts, *([exported] if exported else [])]) or 'all taken'}"

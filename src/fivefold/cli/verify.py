@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     help="Of everything.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1, 100), default=1, show_default=True, help="Training steps to compare."
+    "--steps", type=click.IntRange(1, 100), default=2, show_default=True, help="Training steps to compare."
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of weights and data."
@@ -61,9 +61,10 @@ def command(
     candidate, reference, spec = Layout.parse(layout), Layout.parse(against), resolve(model)
 
     from fivefold.verify import verify as judge
+    from fivefold.verify import workload
 
     if shrink:
-        spec = judge.shrink(spec)
+        spec = workload.shrink(spec)
     ranks = max(candidate.world_size, reference.world_size)
     click.echo(
         f"verifying {spec.name} under {candidate} against {reference}, up to {ranks} ranks ...", err=True
@@ -102,14 +103,19 @@ def _print(verdict: Verdict) -> None:
     table.add_row("communication", "", agree)
     console = Console(file=sys.stdout)
     console.print(table)
+    found = f"worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}, steps 1 to {verdict.steps}"
+    console.print(f"{_outcome(verdict)}: {found}")
+    plain = [verdict.cause or "", *(f"  {line}" for line in verdict.event_differences[:10])]
+    plain += [f"not shown: {limit}" for limit in verdict.limits]
+    for line in filter(None, plain):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _outcome(verdict: Verdict) -> str:
     if verdict.passed:
-        console.print(
-            f"[green]the same model[/green]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}"
-        )
-        return
-    same = verdict.max_rel_err <= verdict.bound
-    what = "the same numbers, but not the communication that was predicted" if same else "not the same model"
-    console.print(f"[red]{what}[/red]: worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}")
-    console.print(verdict.cause or "", markup=False, highlight=False, soft_wrap=True)
-    for line in verdict.event_differences[:10]:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        return "[green]the same model[/green]"
+    if not verdict.max_rel_err <= verdict.bound:
+        return "[red]not the same model[/red]"
+    if not verdict.events_match:
+        return "[red]the same numbers, but not the communication that was predicted[/red]"
+    return "[red]the same numbers, but the layout compared with is at fault[/red]"

@@ -15,6 +15,12 @@ from fivefold.errors import WorkloadError
 DType = Literal["float32", "float64", "bfloat16"]
 ITEMSIZE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
 
+MOST_MICROBATCHES = 10_000
+"""In a step of one data rank. A pipeline lists every action of every microbatch, and real jobs have some hundreds."""
+
+MOST_MIB = 1e6
+"""Of a size in MiB: 1 TiB, more than a device or a text corpus in memory has."""
+
 
 class Execution(Value):
     """Microbatch, number format, recompute and optimizer."""
@@ -25,8 +31,12 @@ class Execution(Value):
     """Parameters and compute. bfloat16 keeps float32 master weights beside them, which the optimizer updates."""
     recompute: Literal["none"] = "none"
     optimizer: OptimizerConfig = OptimizerConfig()
-    bucket_mib: float = Field(default=25.0, gt=0)
+    bucket_mib: float = Field(default=25.0, gt=0, le=MOST_MIB)
     """Gradients are reduced over data ranks in buckets of about so many MiB."""
+    zero3_gather: Literal["microbatch", "step"] = "microbatch"
+    """ZeRO-3: gather parameters for each forward and backward, or once a step and keep them until its end."""
+    actions: tuple[str, ...] | None = None
+    """The computations of a `custom` pipeline schedule, a line for each pipeline rank: `0F0, 0F1, 0B0, 0B1`."""
 
     @property
     def itemsize_bytes(self) -> int:
@@ -46,7 +56,8 @@ def microbatches(workload: Workload, layout: Layout, execution: Execution) -> in
     """Microbatches of one data-parallel replica in one step.
 
     Formula: global_batch / (dp * micro_batch). Context-parallel ranks share the same sequences.
-    Raises:  WorkloadError with the nearest legal global batches where that is not whole.
+    Raises:  WorkloadError with the nearest legal global batches where that is not whole, and where it is so many
+             microbatches that a step would never end.
     """
     at_a_time = layout.dp * execution.micro_batch
     count, rest = divmod(workload.global_batch, at_a_time)
@@ -55,5 +66,11 @@ def microbatches(workload: Workload, layout: Layout, execution: Execution) -> in
         raise WorkloadError(
             f"global batch {workload.global_batch} is not a multiple of dp{layout.dp} x micro-batch "
             f"{execution.micro_batch} = {at_a_time}; nearest global batch: {' or '.join(map(str, legal))}"
+        )
+    if count > MOST_MICROBATCHES:
+        raise WorkloadError(
+            f"global batch {workload.global_batch} / (dp{layout.dp} x micro-batch {execution.micro_batch}) = {count} "
+            f"microbatches in a step, at most {MOST_MICROBATCHES} are supported; nearest micro-batch: "
+            f"{-(-count // MOST_MICROBATCHES) * execution.micro_batch} or more, or a smaller global batch"
         )
     return count

@@ -12,6 +12,7 @@ A layout checks only itself. What needs the model, the cluster or the workload i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import gcd, prod
 from typing import Any, Literal, Self, get_args
@@ -146,6 +147,11 @@ class Layout(Value):
         return self.dp * self.cp
 
     @property
+    def data_shards(self) -> int:
+        """Into how many parts ZeRO cuts what data ranks would hold alike: the ranks of a sharding group; 1 at zero0."""
+        return (self.zero_group or self.data) if self.zero else 1
+
+    @property
     def edp(self) -> int:
         """Ranks that hold the same expert parameters: dp * cp * tp / (ep * etp)."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
@@ -192,6 +198,14 @@ class Layout(Value):
             rank, stride = rank + position[axis] * stride, stride * degree
         return rank
 
+    def data_index(self, coordinate: Mapping[MeshAxis, int]) -> int:
+        """The place of a coordinate in its group of axis data, which follows rank order."""
+        index, stride = 0, 1
+        for axis in self.order:
+            if axis in ("dp", "cp"):
+                index, stride = index + coordinate[axis] * stride, stride * self.degree(axis)
+        return index
+
     def expert_coordinate(self, rank: int) -> dict[Literal["etp", "ep", "edp", "pp"], int]:
         """Position of a rank on the expert mesh, fastest axis first."""
         pp = self.coordinate(rank)["pp"]
@@ -209,12 +223,15 @@ class Layout(Value):
 
     # Groups
 
-    def groups(self, axis: Axis, size: int | None = None) -> tuple[tuple[int, ...], ...]:
+    def groups(
+        self, axis: Axis, size: int | None = None, *, across: bool = False
+    ) -> tuple[tuple[int, ...], ...]:
         """The process groups of an axis: a partition of all ranks, ordered by first member.
 
         Members follow the coordinate along the axis (data: rank order). `tie` joins the first and the last
         virtual stage of each (dp, cp, tp): it covers only their ranks, and nothing where one rank owns both.
-        With `size`, groups are cut into runs of `size` consecutive members (hybrid sharding, replicated KV).
+        With `size`, groups are cut into runs of `size` consecutive members (hybrid sharding, replicated KV); with
+        `across` as well, the groups are those of equal places in all runs of one group: every `size`-th member.
         """
         whole = _groups(self, axis)
         if size is None:
@@ -225,12 +242,16 @@ class Layout(Value):
             raise LayoutError(
                 f"groups of {size} do not divide {axis} = {degree} of layout {self}; nearest: {legal}"
             )
+        if across:
+            return tuple(sorted(group[i::size] for group in whole for i in range(size)))
         return tuple(sorted(group[i : i + size] for group in whole for i in range(0, len(group), size)))
 
-    def group_of(self, axis: Axis, rank: int, size: int | None = None) -> tuple[int, ...]:
+    def group_of(
+        self, axis: Axis, rank: int, size: int | None = None, *, across: bool = False
+    ) -> tuple[int, ...]:
         """The group that a rank belongs to; empty for a rank without one (a middle stage has no tie)."""
         self._check_rank(rank)
-        return next((group for group in self.groups(axis, size) if rank in group), ())
+        return next((group for group in self.groups(axis, size, across=across) if rank in group), ())
 
     def crossing(self, axis: Axis, devices_per_node: int) -> tuple[tuple[int, ...], ...]:
         """The groups of an axis that span more than one node, where consecutive ranks fill the nodes."""

@@ -10,7 +10,7 @@ from fivefold.errors import LayoutError, nearest_numbers
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
 
-CHUNKED_SCHEDULES = ("1f1b", "bfs")
+CHUNKED_SCHEDULES = ("1f1b", "bfs", "custom")
 """Schedules that take `*chunks`."""
 
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "etp", "cp_ring", "cp_ulysses", "chunks")

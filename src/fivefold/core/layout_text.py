@@ -72,6 +72,8 @@ def read_layout(text: str) -> dict[str, Any]:
     seen: dict[str, str] = {}
     for token in text.split():
         match = _TOKEN.fullmatch(token)
+        if match is None or match[3]:
+            _refuse_joined(token)
         if match is None:
             raise _unknown_token(token)
         name, number, rest, nosp, order = match.groups()
@@ -88,6 +90,22 @@ def read_layout(text: str) -> dict[str, Any]:
                 raise LayoutError(f"layout token {token[:20]!r}: {len(number)} digits; at most 9 are read")
             fields |= {name: int(number), **_read_rest(token, name, rest)}
     return fields
+
+
+_PIECE = re.compile(
+    r"(?:dp|tp|pp|cp|etp|ep|zero)[0-9]+(?:[:*@/](?:(?!(?:dp|e?tp|pp|cp|ep|zero)[0-9]|nosp|,).)*)?|nosp"
+)
+
+
+def _refuse_joined(token: str) -> None:
+    """Raises: LayoutError for tokens without spaces between them: `dp2tp2`, `dp2,tp2`, `dp2xtp2`."""
+    pieces = _PIECE.findall(token)
+    between = _PIECE.sub("", token)
+    joined = len(pieces) > 1 and not between.strip(",;+-_x&")
+    if joined or (len(pieces) == 1 and between in (",", ";")):
+        raise LayoutError(
+            f"layout token {token[:40]!r}: tokens are separated by spaces; write {' '.join(pieces)[:80]!r}"
+        )
 
 
 def _unknown_token(token: str) -> LayoutError:

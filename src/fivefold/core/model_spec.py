@@ -231,6 +231,12 @@ class ModelSpec(Value):
         return model_config.read(source, name=name)
 
 
+RUNS = (
+    "those of Llama 2/3, Mistral, Qwen2, Qwen3 or Phi-3 that have RMS norms, rotary positions and no experts"
+)
+"""What a plain decoder computes, in words for whoever brought another model."""
+
+
 def plain_parts(block: BlockSpec) -> tuple[AttentionSpec, MLPSpec]:
     """The parts of a block of a plain decoder, for code that runs after `require_plain_decoder`."""
     assert isinstance(block.attention, AttentionSpec)
@@ -243,7 +249,8 @@ def require_plain_decoder(spec: ModelSpec) -> None:
     beyond = beyond_plain_decoder(spec)
     if beyond:
         raise ModelError(
-            f"{spec.name} cannot be run yet: it has {', '.join(beyond)}; `fivefold model show` can still size it"
+            f"{spec.name} cannot be run yet: it has {', '.join(beyond)}. Models that run: {RUNS}, such as tiny-llama; "
+            f"`fivefold model show` can still size this one"
         )
 
 
@@ -272,7 +279,8 @@ def _beyond_plain_block(block: BlockSpec) -> list[str]:
         for present, text in (
             (attention.qk_norm and attention.qk_norm_over != "head", "query/key norm over all heads"),
             (attention.chunk, "chunked attention"),
-            (attention.rope_dim is not None, "rotation of a part of the head"),
+            (attention.rope_dim == 0, "layers without rotary positions"),
+            (attention.rope_dim, "rotation of a part of the head"),
             (attention.output_gate, "gated attention output"),
             (attention.sinks, "attention sinks"),
         ):

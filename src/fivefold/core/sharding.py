@@ -46,8 +46,10 @@ class ParameterRow:
     stage: int = 0
     """Virtual stage that owns it."""
     mesh: Literal["dense", "expert"] = "dense"
-    placement: Mapping[MeshAxis, Shard] = field(default_factory=dict)
-    """Axis -> how it is cut along that axis; an axis that is absent holds replicas."""
+    placement: Mapping[MeshAxis | Literal["data"], Shard] = field(default_factory=dict)
+    """Axis -> how it is cut along that axis; an axis that is absent holds replicas. `data` cuts what the others leave."""
+    zero: Shard | None = None
+    """How ZeRO cuts its gradient and its optimizer state over data ranks, see `held`; None: every data rank has all."""
     sums: Mapping[Axis, int | None] = field(default_factory=dict)
     """Axis -> its gradient is summed over the axis (None) or over runs of so many members. Absent: already complete."""
     tied_to: str | None = None
@@ -65,21 +67,47 @@ class ParameterRow:
             else "head"
         )
 
+    @property
+    def held(self) -> ParameterRow:
+        """The row of what one data rank keeps of it between steps: the parameter itself, unless ZeRO cuts it."""
+        if self.zero is None:
+            return self
+        return replace(self, placement={**self.placement, "data": self.zero}, zero=None)
+
+    @property
+    def whole(self) -> ParameterRow:
+        """The row without the cut over data ranks: what `held` is a part of."""
+        if "data" not in self.placement:
+            return self
+        rest = dict(self.placement)
+        return replace(self, zero=rest.pop("data"), placement=rest)
+
     def region(self, layout: Layout, coordinate: Mapping[MeshAxis, int]) -> tuple[slice, ...]:
         """The global region that a rank holds, per dim, without padding (it can be empty)."""
         region = [slice(0, size) for size in self.shape]
         for axis, shard in self.placement.items():
+            if axis == "data":
+                continue
             block = self._block_size(layout, axis, shard)
             start = coordinate[axis] // shard.replicas * block
             size = self.shape[shard.dim]
             region[shard.dim] = slice(min(start, size), min(start + block, size))
+        if "data" in self.placement:
+            dim = self.placement["data"].dim
+            part, block = region[dim], self.local_shape(layout)[dim]
+            start = part.start + layout.data_index(coordinate) % layout.data_shards * block
+            region[dim] = slice(min(start, part.stop), min(start + block, part.stop))
         return tuple(region)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         """The shape of every rank's part, with padding: the same on all ranks that own the parameter."""
         shape = list(self.shape)
         for axis, shard in self.placement.items():
-            shape[shard.dim] = self._block_size(layout, axis, shard)
+            if axis != "data":
+                shape[shard.dim] = self._block_size(layout, axis, shard)
+        if "data" in self.placement:
+            dim = self.placement["data"].dim
+            shape[dim] = -(-shape[dim] // layout.data_shards)
         return tuple(shape)
 
     def local_elements(self, layout: Layout) -> int:
@@ -91,6 +119,11 @@ class ParameterRow:
             return False
         shard = self.placement.get("tp")
         return coordinate["tp"] % shard.replicas == 0 if shard else coordinate["tp"] == 0
+
+    def written_here(self, layout: Layout, coordinate: Mapping[MeshAxis, int]) -> bool:
+        """Whether this rank's part enters a checkpoint, so that each element is written by one rank of all."""
+        parts = layout.data_shards if "data" in self.placement else 1
+        return layout.data_index(coordinate) < parts and self.counts_once_here(coordinate)
 
     def _block_size(self, layout: Layout, axis: MeshAxis, shard: Shard) -> int:
         blocks = layout.degree(axis) // shard.replicas

@@ -38,7 +38,8 @@ class Batch:
     labels_BS: Ints
     loss_mask_BS: Bools
     positions_BS: Ints
-    """0..S-1 in every row: positions do not restart at a document, attention is causal over the whole row."""
+    """0..S-1 in every row: positions do not restart at a document. Attention is causal over the whole row, or within
+    each document where the job separates them; rotary positions are relative, so it is the same either way."""
     document_ids_BS: Ints
     """Number of the document that each token belongs to; -1 is padding."""
 

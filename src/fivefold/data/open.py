@@ -37,7 +37,7 @@ def open_data(
         raise DataError("data is an empty list; give at least one {path, weight}")
     if len(data) == 1:
         return _open(data[0].path, seq_len, seed, split, limit_bytes, verify)
-    _check_tokenizers([source.path for source in data])
+    check_tokenizers([source.path for source in data])
     parts = [
         _open(source.path, seq_len, source_seed(seed, number), split, limit_bytes, verify)
         for number, source in enumerate(data)
@@ -72,8 +72,8 @@ def _open(path: str, seq_len: int, seed: int, split: Split, limit_bytes: int, ve
     return MixtureDataset(parts, [weight for weight in weights if weight is not None])
 
 
-def _check_tokenizers(paths: Sequence[str]) -> None:
-    """Equal sizes of vocabulary are not enough: token numbers must mean the same."""
+def check_tokenizers(paths: Sequence[str]) -> None:
+    """Equal sizes of vocabulary are not enough: token numbers must mean the same. Raises: DataError."""
     from fivefold.data.encode import ByteEncoder
 
     found: dict[str, str] = {}
@@ -84,5 +84,5 @@ def _check_tokenizers(paths: Sequence[str]) -> None:
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise DataError(
-            f"{first} and {second} were made with different tokenizers; a mixture needs one: prepare them with the same"
+            f"{first} and {second} were made with different tokenizers; a run needs one: prepare them with the same"
         )

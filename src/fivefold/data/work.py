@@ -118,6 +118,8 @@ def run_units(job: Job, workers: int) -> Generator[tuple[int, UnitRecord | None,
         initargs=(job, meter, os.getpid()),
     )
     try:
+        with _interrupt_held():
+            pool.submit(_nothing)  # the first task forks all processes
         yield from _collect(pool, len(job.units), workers, meter)
     except BrokenProcessPool:
         raise DataError(
@@ -146,11 +148,26 @@ def _collect(
             yield -1, None, meter.read_bytes
 
 
+@contextlib.contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Ctrl-C waits until the block is left: it would end a new process before that one can ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _nothing() -> None:
+    """A task."""
+
+
 def _start_process(job: Job, meter: _Meter, parent: int) -> None:
     """Ctrl-C is for the parent, which tells us; when the parent is gone, so are we."""
     global _process
     _process = job, meter
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def watch() -> None:
         while os.getppid() == parent:

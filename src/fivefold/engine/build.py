@@ -14,8 +14,11 @@ from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.init import make_shard
+from fivefold.runtime.deferred import DeferredGradients
+from fivefold.runtime.memory import unfilled
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
+from fivefold.strategies.context import apply as context
 from fivefold.strategies.pipeline.apply import keep_stage
 from fivefold.strategies.pipeline.placement import stage_layers
 from fivefold.strategies.tensor import apply as tensor
@@ -28,14 +31,21 @@ ValueSource = Callable[[ParameterRow, Layout, Mapping[MeshAxis, int], str], Tens
 
 
 def build_chunks(
-    plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0, weights: ValueSource | None = None
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    seed: int,
+    noise: float = 0.0,
+    weights: ValueSource | None = None,
+    deferred: DeferredGradients | None = None,
 ) -> dict[int, tuple[nn.Module, Pairs]]:
     """This rank's chunks: virtual stage -> (module, its parameters with their rows).
 
-    Strategies act in a fixed order: the pipeline keeps a stage, tensor parallelism replaces modules, then the
-    parameters are made in their local shapes. Memory: never more than this rank's part and one tile.
+    Strategies act in a fixed order: the pipeline keeps a stage, tensor and context parallelism replace modules, then the
+    parameters are made in their local shapes. Memory: never more than this rank's part and one tile; under ZeRO-3 the
+    parameters get no values and no memory, as data parallelism gathers them.
     `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification).
-    `weights`: where the values come from; None: the seed.
+    `weights`: where the values come from; None: the seed. `deferred`: for schedules with W actions.
     """
     spec, layout = plan.model, plan.layout
     with torch.device("meta"):
@@ -47,7 +57,8 @@ def build_chunks(
     for chunk, rows in compose.rows_of(table, layout, mesh.coordinate["pp"]).items():
         module = copy.deepcopy(whole)
         keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
-        tensor.apply(module, mesh, spec.vocab)
+        tensor.apply(module, mesh, spec.vocab, deferred=deferred)
+        context.apply(module, mesh)
         chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values))
     return chunks
 
@@ -63,13 +74,18 @@ def materialise(
     for name, identity in names.items():
         if identity not in made:
             row = by_name.pop(name)
-            value = values(row, mesh.layout, mesh.coordinate, dtype)
-            made[identity] = nn.Parameter(value.to(mesh.device.device))
+            made[identity] = nn.Parameter(_local_value(row, mesh, dtype, values))
             pairs.append((row, made[identity]))
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, made[identity])
     assert not by_name, f"the table has parameters that the module lacks: {sorted(by_name)}"
     return pairs
+
+
+def _local_value(row: ParameterRow, mesh: Mesh, dtype: str, values: ValueSource) -> Tensor:
+    if mesh.layout.zero == 3 and row.zero is not None:
+        return unfilled(row.local_shape(mesh.layout), getattr(torch, dtype), mesh.device.device)
+    return values(row, mesh.layout, mesh.coordinate, dtype).to(mesh.device.device)
 
 
 def initial_value(

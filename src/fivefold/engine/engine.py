@@ -1,13 +1,13 @@
 """One training step, the same for every layout.
 
 1  count the valid tokens of the global batch                 (metrics: data)
-2  run the schedule: forward, backward, send, receive         (forward, backward: tp, pp)
-3  sum gradients over data ranks, in buckets, overlapped      (reduce: data)
+2  run the schedule: forward, backward, send, receive         (forward, backward: tp, cp, pp)
+3  sum gradients over data ranks, in buckets, overlapped      (reduce: data; zero3 gathers in 2)
    complete those of which each tp rank holds a part          (reduce: tp)
    add those of the two copies of a tied embedding            (reduce: tie)
-4  one global norm                                            (norm: tp, pp)
+4  one global norm                                            (norm: data where ZeRO shards, tp, pp)
 5  agree on the loss                                          (metrics: data, pp)
-6  clip and update the local parameters, if both are finite
+6  clip and update what is held here, if both are finite      (optimizer: data where ZeRO-1 or 2 gathers)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from fivefold.core.execution import microbatches
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
-from fivefold.engine.build import ValueSource, build_chunks
+from fivefold.engine.build import ValueSource, build_chunks, initial_value
 from fivefold.engine.optimizer import clip, global_norm, make_optimizer
+from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
-from fivefold.strategies.data.apply import Replicated
+from fivefold.strategies.context import apply as context
+from fivefold.strategies.data.apply import data_parallel
 from fivefold.strategies.pipeline.apply import Microbatch, Pipeline, Trace
-from fivefold.strategies.pipeline.schedules import rank_actions
+from fivefold.strategies.pipeline.schedules import all_actions
 from fivefold.strategies.tensor import apply as tensor
 from fivefold.units import MIB
 
@@ -65,26 +68,35 @@ class Engine:
         compose.check(plan)
         self.plan, self.mesh = plan, mesh
         self._make_axes()
-        built = build_chunks(plan, mesh, seed=seed, noise=noise, weights=weights)
+        self.microbatches = microbatches(plan.workload, plan.layout, plan.execution)
+        lists = all_actions(plan.layout, self.microbatches, custom=plan.execution.actions)
+        deferred = DeferredGradients() if any("W" in {a.kind for a in actions} for actions in lists) else None
+        values = weights or partial(initial_value, seed=seed, noise=noise)
+        built = build_chunks(plan, mesh, seed=seed, weights=values, deferred=deferred)
         self.chunks: dict[int, nn.Module] = {chunk: module for chunk, (module, _) in built.items()}
         self.parameters = {chunk: pairs for chunk, (_, pairs) in built.items()}
-        self.microbatches = microbatches(plan.workload, plan.layout, plan.execution)
         optimizer = plan.execution.optimizer
         self.clip_norm = optimizer.clip_norm
-        self.data = Replicated(
+        self.data = data_parallel(
             self.parameters,
+            self.chunks,
             mesh,
             lambda pairs: make_optimizer(optimizer, pairs),
+            lambda row: values(row, plan.layout, mesh.coordinate, plan.execution.dtype),
             bucket_bytes=int(plan.execution.bucket_mib * MIB),
+            gather_once=plan.execution.zero3_gather == "step",
         )
+        if deferred is not None:
+            deferred.accumulate = self.data.accumulate
         self.dtype: torch.dtype = getattr(torch, plan.execution.dtype)
         self.pipeline = Pipeline(
             self.chunks,
-            rank_actions(plan.layout, mesh.coordinate["pp"], self.microbatches),
+            lists,
             mesh,
             boundary=(self._boundary_shape(), self.dtype),
             before_last_backward=self.data.watch if plan.layout.pp == 1 else lambda chunk: None,
             on_reduce=self.data.reduce,
+            deferred=deferred,
         )
         self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
         """Called with the complete gradients, before clipping: where verification looks."""
@@ -123,6 +135,18 @@ class Engine:
             trace=trace,
         )
 
+    def evaluate(self, load: LoadMicrobatch) -> tuple[float, int]:
+        """Sum of token losses and number of valid tokens of one global batch; nothing changes.
+
+        Comm: that of the forward passes, then the two sums over data and pp (phase metrics).
+        """
+        batches = [load(j) for j in range(self.microbatches)]
+        loss = self.pipeline.evaluate(batches, torch.promote_types(self.dtype, torch.float32))
+        self.data.reshard()
+        self.mesh.phase = "metrics"
+        valid = self.mesh.axis("data").all_reduce(_valid_tokens(batches))
+        return float(self._agree_on_loss(loss)), int(valid)
+
     def tensors(self) -> list[Tensor]:
         """Parameters, gradients and optimizer state that live on this rank now."""
         parameters = [parameter for chunk in self.parameters.values() for _, parameter in chunk]
@@ -131,8 +155,7 @@ class Engine:
     def _count_valid(self, batches: list[Microbatch]) -> Tensor:
         """Valid tokens of the global batch, at least 1."""
         self.mesh.phase = "metrics"
-        valid = torch.stack([batch.mask_BS.sum() for batch in batches]).sum()
-        return self.mesh.axis("data").all_reduce(valid).clamp(min=1)
+        return self.mesh.axis("data").all_reduce(_valid_tokens(batches)).clamp(min=1)
 
     def _complete_gradients(self) -> list[tuple[ParameterRow, Tensor]]:
         self.mesh.phase = "reduce"
@@ -153,7 +176,8 @@ class Engine:
 
     def _boundary_shape(self) -> tuple[int, ...]:
         layout, workload = self.plan.layout, self.plan.workload
-        sequence = workload.seq_len // layout.tp if layout.sequence_parallel else workload.seq_len
+        tokens = workload.seq_len // layout.cp
+        sequence = tokens // layout.tp if layout.sequence_parallel else tokens
         return self.plan.execution.micro_batch, sequence, self.plan.model.hidden
 
     def _make_axes(self) -> None:
@@ -164,5 +188,13 @@ class Engine:
             self.mesh.axis(axis)
         for size in sorted({row.sums["tp"] for row in table if row.sums.get("tp")}):  # type: ignore[type-var]
             self.mesh.axis("tp", size)
+        self.mesh.axis("data", layout.data_shards)
+        self.mesh.axis("data", layout.data_shards, across=True)
+        context.axes(self.mesh)
         if any("tie" in row.sums for row in table):
             self.mesh.axis("tie")
+
+
+def _valid_tokens(batches: list[Microbatch]) -> Tensor:
+    """Labels of this rank's microbatches that count: int64 scalar."""
+    return torch.stack([batch.mask_BS.sum() for batch in batches]).sum()

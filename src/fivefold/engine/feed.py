@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from fivefold.core.plan import Plan
-from fivefold.data.batches import Batch, Dataset
+from fivefold.data.batches import Batch, Dataset, Ints
+from fivefold.nn.attention import Mask
 from fivefold.runtime.device import Device
 from fivefold.runtime.mesh import Mesh
+from fivefold.strategies.context.order import local_tokens
 from fivefold.strategies.pipeline.apply import Microbatch
 
 
 def feed(dataset: Dataset, plan: Plan, mesh: Mesh, step: int) -> Callable[[int], Microbatch]:
-    """What `Engine.step` reads its microbatches with: index -> microbatch of this data rank at this step."""
+    """What `Engine.step` reads its microbatches with: index -> microbatch of this data rank at this step.
+
+    All cp ranks read the same sequences; each takes its own tokens to its device.
+    """
+    here = None
+    if plan.layout.cp > 1:
+        here = local_tokens(plan.workload.seq_len, plan.layout, mesh.coordinate["cp"])
 
     def load(index: int) -> Microbatch:
         batch = dataset.microbatch(
@@ -25,18 +34,29 @@ def feed(dataset: Dataset, plan: Plan, mesh: Mesh, step: int) -> Callable[[int],
             micro_batch=plan.execution.micro_batch,
             global_batch=plan.workload.global_batch,
         )
-        return to_device(batch, mesh.device)
+        return to_device(batch, mesh.device, here, separate_documents=plan.workload.separate_documents)
 
     return load
 
 
-def to_device(batch: Batch, device: Device) -> Microbatch:
-    """Tensors of one microbatch. Positions that are the same in every row are kept once."""
+def to_device(
+    batch: Batch, device: Device, here: Ints | None = None, *, separate_documents: bool = False
+) -> Microbatch:
+    """Tensors of one microbatch. Positions that are the same in every row are kept once.
+
+    `here`: the places of this rank's tokens; None: all. One index cuts tokens, labels, loss mask and positions alike.
+    What attention masks need is small and stays whole: every cp rank knows the documents of all tokens.
+    """
     positions = batch.positions_BS
     if (positions == positions[:1]).all():
         positions = positions[:1]
     tokens, labels, mask, places = (
-        torch.from_numpy(array).to(device.device, non_blocking=True)
+        torch.from_numpy(array if here is None else np.ascontiguousarray(array[:, here])).to(
+            device.device, non_blocking=True
+        )
         for array in (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, positions)
     )
-    return Microbatch(tokens, labels, mask, places)
+    if not separate_documents:
+        return Microbatch(tokens, labels, mask, places)
+    documents = torch.from_numpy(batch.document_ids_BS).to(device.device, non_blocking=True)
+    return Microbatch(tokens, labels, mask, places, Mask(documents_BS=documents))

@@ -47,14 +47,16 @@ def _is_vector(row: ParameterRow) -> bool:
 def global_norm(gradients: list[tuple[ParameterRow, Tensor]], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients of the model, each parameter counted once; float64 scalar, equal on all ranks.
 
-    Replicas over tp count on one rank, shards on each; the second copy of a tied embedding does not count.
-    Comm: an all-reduce of one number over tp, then over pp (phase norm).
+    Replicas over tp count on one rank, shards on each; the second copy of a tied embedding does not count. Data ranks
+    hold the same gradients, or ZeRO's shards of them, which all count.
+    Comm: an all-reduce of one number over the ranks of a sharding group, over tp, then over pp (phase norm).
     """
     counted = [gradient for row, gradient in gradients if row.counts_once_here(mesh.coordinate)]
     squared = torch.zeros((), dtype=torch.float64, device=mesh.device.device)
     if counted:
         squared += torch.nn.utils.get_total_norm(counted).double() ** 2
     mesh.phase = "norm"
+    mesh.axis("data", mesh.layout.data_shards).all_reduce(squared)
     mesh.axis("tp").all_reduce(squared)
     mesh.axis("pp").all_reduce(squared)
     return squared.sqrt()

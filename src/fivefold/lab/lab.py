@@ -28,12 +28,12 @@ from fivefold.data.tokenizer import ByteTokenizer
 from fivefold.errors import FivefoldError, RecordError
 from fivefold.lab.grid import check, grid, legal
 from fivefold.lab.measure import RankReport, measure, timed
-from fivefold.records.machine import machine_facts, versions
+from fivefold.records.machine import load_average, machine_facts, versions
 from fivefold.records.store import Store
 from fivefold.report.lab_report import BOUND, JUDGED_STEPS, LabResult, LayoutResult, write_report
 from fivefold.runtime.device import device_kind
 from fivefold.runtime.launch import refuse_launcher, run_ranks
-from fivefold.strategies.pipeline.schedules import bubble_frac
+from fivefold.estimate.timeline import equal_chunks
 from fivefold.train.trainer import StepMetrics
 from fivefold.units import MIB
 from fivefold.verify.compare import Key, Whole, assemble
@@ -77,6 +77,7 @@ class Lab:
         )
         check(self.plan, self.device)
         self.layouts, self.refused = legal(self.plan, grid(max_ranks), self.device)
+        self.load_at_start = load_average()
         self.reference: dict[Key, Whole] | None = None
         self.reference_losses: list[float] = []
 
@@ -116,6 +117,7 @@ class Lab:
             global_batch=GLOBAL_BATCH,
             lr=LEARNING_RATE,
             versions={name: version or "none" for name, version in versions().items()},
+            load_at_start=self.load_at_start,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             layouts=tuple(layouts),
         )
@@ -210,7 +212,7 @@ def _times(plan: Plan, reports: list[RankReport]) -> dict[str, Any]:
             for axis in event_axes
         },
         "bubble_frac": _bubble(ranks) if layout.pp > 1 else None,
-        "bubble_theory": bubble_frac(layout.pp, microbatches(plan.workload, layout, plan.execution))
+        "bubble_theory": equal_chunks(layout, microbatches(plan.workload, layout, plan.execution)).bubble_frac
         if layout.pp > 1
         else None,
     }

@@ -15,39 +15,65 @@ from fivefold.nn.layers import Projections, RMSNorm
 from fivefold.nn.rope import rotate
 
 
+class Mask:
+    """What tokens of a microbatch may not see, beside what comes after them. It is of the whole sequence, in order.
+
+    Shapes: valid_BS (bool) or None; documents_BS (int64) or None. A key that is not valid, of another document than
+    the query, or in no document (-1, padding) is hidden; every token sees itself.
+    """
+
+    def __init__(self, valid_BS: Tensor | None = None, documents_BS: Tensor | None = None) -> None:
+        self.valid_BS, self.documents_BS = valid_BS, documents_BS
+        self._causal: dict[tuple[int, int | None], Tensor] = {}
+
+    def causal(self, length: int, window: int | None, device: torch.device) -> Tensor:
+        """`visible` of all tokens by all, [B, 1, S, S]: made once for all layers of a microbatch."""
+        if (length, window) not in self._causal:
+            place = torch.arange(length, device=device)
+            self._causal[length, window] = visible(place, place, window, self)
+        return self._causal[length, window]
+
+
+def visible(query: Tensor, key: Tensor, window: int | None, mask: Mask | None) -> Tensor:
+    """Boolean [Q, K], or [B, 1, Q, K] with a mask: whether the token at place query[i] sees the one at key[j].
+
+    Shapes: query [Q], key [K], places in the sequence.
+    Causal: token i sees token j when j <= i, j > i - window, and the mask hides it not; every token sees itself.
+    """
+    row, column = query[:, None], key[None, :]
+    seen = column <= row
+    if window is not None:
+        seen = seen & (column > row - window)
+    if mask is None:
+        return seen
+    if mask.valid_BS is not None:
+        seen = seen & mask.valid_BS[:, None, None, key]
+    if mask.documents_BS is not None:
+        documents = mask.documents_BS[:, None, query, None]
+        seen = seen & (documents == mask.documents_BS[:, None, None, key]) & (documents >= 0)
+    return seen | (row == column)
+
+
 class AttentionCore(nn.Module):
     """Softmax attention of queries over keys and values: the part that context parallelism replaces.
 
-    Shapes: q_BNSH, k_BKSH, v_BKSH, valid_BS (bool or None) -> [B, N, S, H].
-    Causal: token i sees token j when j <= i, j > i - window, and j is valid; every token sees itself.
+    Shapes: q_BNSH, k_BKSH, v_BKSH -> [B, N, S, H]. What each token sees: `visible`.
     """
 
     def __init__(self, window: int | None) -> None:
         super().__init__()
         self.window = window
 
-    def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, valid_BS: Tensor | None) -> Tensor:
+    def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         length = q_BNSH.shape[2]
         if q_BNSH.is_cpu:
             # The CPU kernel reads keys and values once per block of queries: gathering each head first is cheaper.
             k_BKSH, v_BKSH = k_BKSH.contiguous(), v_BKSH.contiguous()
-        if valid_BS is None and (self.window is None or self.window >= length):
+        if mask is None and (self.window is None or self.window >= length):
             return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped)
-        mask = causal_mask(length, self.window, valid_BS, q_BNSH.device)
-        return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, attn_mask=mask, enable_gqa=grouped)
-
-
-def causal_mask(length: int, window: int | None, valid_BS: Tensor | None, device: torch.device) -> Tensor:
-    """Boolean mask [S, S] or [B, 1, S, S]; True where the query (row) sees the key (column)."""
-    row = torch.arange(length, device=device)[:, None]
-    column = torch.arange(length, device=device)[None, :]
-    mask = column <= row
-    if window is not None:
-        mask = mask & (column > row - window)
-    if valid_BS is None:
-        return mask
-    return (mask & valid_BS[:, None, None, :]) | (row == column)
+        seen = (mask or Mask()).causal(length, self.window, q_BNSH.device)
+        return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, attn_mask=seen, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -66,10 +92,10 @@ class Attention(nn.Module):
         self.core = AttentionCore(spec.window)
         self.output = nn.Linear(queries, hidden, bias=spec.output_bias)
 
-    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], valid_BS: Tensor | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
         q, k, v = [y.view(*y.shape[:-1], -1, self.head_dim) for y in self.qkv(x_BSD)]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        out_BNSH = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), valid_BS)
+        out_BNSH = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.output(out_BNSH.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fivefold.core.model_spec import BlockSpec, ModelSpec, plain_parts, require_plain_decoder
-from fivefold.nn.attention import Attention
+from fivefold.nn.attention import Attention, Mask
 from fivefold.nn.layers import RMSNorm, TokenLoss
 from fivefold.nn.mlp import MLP
 from fivefold.nn.rope import Rope
@@ -25,15 +25,15 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
         self.mlp = MLP(spec.hidden, mlp)
 
-    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], valid_BS: Tensor | None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, valid_BS)
+    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, mask)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm, head. Layers keep their global index as name, whatever part is present.
 
-    Shapes: tokens_BS (int64) if it holds the embedding, else hidden_BSD; positions [B or 1, S]; valid_BS or None
+    Shapes: tokens_BS (int64) if it holds the embedding, else hidden_BSD; positions [B or 1, S]; a mask or None
             -> logits_BSV if it holds the head, else hidden_BSD.
     Raises: ModelError for a model that it does not compute exactly.
     """
@@ -53,11 +53,11 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         self.loss = TokenLoss()
 
-    def forward(self, x: Tensor, positions: Tensor, valid_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
         hidden_BSD = x if self.embedding is None else self.embedding(x)
         rope = self.rope(positions, hidden_BSD.dtype)
         for layer in self.layers.values():
-            hidden_BSD = layer(hidden_BSD, rope, valid_BS)
+            hidden_BSD = layer(hidden_BSD, rope, mask)
         if self.norm is not None:
             hidden_BSD = self.norm(hidden_BSD)
         return hidden_BSD if self.head is None else self.head(hidden_BSD)

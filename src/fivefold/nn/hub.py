@@ -23,6 +23,7 @@ from fivefold.core.model_config import load_json
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.sharding import ParameterRow, parameters
 from fivefold.errors import ModelError
+from fivefold.nn.hub_files import COMPANIONS
 from fivefold.nn.safetensors_io import (
     FLOATS,
     Entry,
@@ -291,12 +292,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}(?:@[\w./-]{1,100})?")
-COMPANIONS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-    "chat_template.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
-)  # fmt: skip
-"""Files beside the weights that belong to a model."""
 
 
 def local_folder(text: str) -> Path:

@@ -22,7 +22,8 @@ from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.sharding import parameters
 from fivefold.errors import ModelError
-from fivefold.nn.hub import COMPANIONS, INDEX, SINGLE, HFCheckpoint, places
+from fivefold.nn.hub import INDEX, SINGLE, HFCheckpoint, places
+from fivefold.nn.hub_files import read_companions
 from fivefold.nn.safetensors_io import CODES, TensorFile
 from fivefold.units import GIB, format_bytes
 
@@ -54,7 +55,8 @@ class HFWriter:
     """One checkpoint on its way: `begin` and `commit` on one process, `put` on every one that has values.
 
     `dtype`: one for all, or by parameter name. `groups`: the names of the parameters that each process writes; no
-    file holds tensors of two groups. `config`: fields of a config.json to keep, such as those that name tokens.
+    file holds tensors of two groups. `config`: a whole config.json to keep, or fields to add to the one that is made
+    from the model, such as those that name tokens. `companions`: other files by name, such as tokenizer.json.
     Raises: ModelError; from `begin`, `put` and `commit` also for a disk that is full or cannot be written.
     """
 
@@ -67,11 +69,11 @@ class HFWriter:
         config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         groups: Sequence[Sequence[str]] | None = None,
-        companions: Sequence[Path] = (),
+        companions: Mapping[str, bytes] | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.temporary = self.folder.with_name(f".{self.folder.name}.partial")
-        self._companions = companions
+        self._companions = companions or {}
         names = [row.name for row in parameters(spec)]
         self._groups = groups or [names]
         dtypes = dict.fromkeys(names, dtype) if isinstance(dtype, str) else dtype
@@ -96,8 +98,7 @@ class HFWriter:
 
     def begin(self) -> None:
         """Refuse a target that exists or a disk without room, remove what a killed run left, make the folder."""
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise ModelError(f"{self.folder} exists and is not an empty folder; give a new one")
+        self.refuse_taken()
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self.temporary, ignore_errors=True)
@@ -111,6 +112,11 @@ class HFWriter:
                 f"no room for {self.folder}: the model takes {format_bytes(self.bytes)}, "
                 f"the disk has {format_bytes(free)} free"
             )
+
+    def refuse_taken(self) -> None:
+        """Raises: ModelError for a target that holds something."""
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise ModelError(f"{self.folder} exists and is not an empty folder; give a new one")
 
     def put(self, name: str, values: Tensor) -> None:
         """Write one whole parameter, without padding. Its file is finished with its last parameter."""
@@ -150,9 +156,8 @@ class HFWriter:
                 weight_map = {name: file.name for file in self._files for name in sorted(file.tensors)}
                 index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
                 _write_text(self.temporary / INDEX, json.dumps(index, indent=2))
-            for source in self._companions:
-                if source.is_file():
-                    shutil.copyfile(source, self.temporary / source.name)
+            for name, content in self._companions.items():
+                _write(self.temporary / name, content)
             _write_text(self.temporary / "config.json", json.dumps(self._config, indent=2))
             _sync_folder(self.temporary)
             os.rename(self.temporary, self.folder)
@@ -223,7 +228,7 @@ def write_hf(
     dtype: str | Mapping[str, str] = "float32",
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    companions: Sequence[Path] = (),
+    companions: Mapping[str, bytes] | None = None,
 ) -> Written:
     """Write a checkpoint that transformers loads, from one process; `values`: (parameter, whole tensor), any order.
 
@@ -265,22 +270,22 @@ def convert(
         dtype=dtypes,
         config=checkpoint.config,
         max_shard_bytes=max_shard_bytes,
-        companions=[checkpoint.folder / name for name in COMPANIONS],
+        companions=read_companions(checkpoint.folder),
     )
 
 
 def _config(spec: ModelSpec, given: Mapping[str, Any] | None, dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """The config to write: the given one if it describes this model, else made from the spec.
+    """The config to write: the given one if it is whole and describes this model, else made from the spec.
 
     Raises: ModelError naming the first thing that the given config has different.
     """
-    if given is None:
-        config = to_config(spec)
-    else:
-        fault = difference(spec, ModelSpec.from_config(given, name=spec.name))
-        if fault is not None:
-            raise ModelError(f"the config to write describes another model than {spec.name}: {fault}")
-        config = {key: value for key, value in given.items() if key not in _NOT_CARRIED}
+    given = given or {}
+    whole = "model_type" in given
+    config = {**({} if whole else to_config(spec)), **given}
+    fault = difference(spec, ModelSpec.from_config(config, name=spec.name)) if given else None
+    if fault is not None:
+        raise ModelError(f"the config to write describes another model than {spec.name}: {fault}")
+    config = {key: value for key, value in config.items() if key not in _NOT_CARRIED}
     # One name for mixed dtypes: the one that most parameters have.
     most = max(set(dtypes.values()), key=list(dtypes.values()).count)
     return {**config, "torch_dtype": most}
@@ -296,8 +301,12 @@ def _float(name: str) -> torch.dtype:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    _write(path, f"{text}\n".encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -20,6 +20,14 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+def load_average() -> float | None:
+    """Processes that wanted a core in the last minute, mean over it; None where the system does not count them."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
 def versions() -> dict[str, str | None]:
     """Versions of fivefold, Python and torch (None where torch is not installed)."""
     from importlib import metadata

@@ -128,6 +128,8 @@ class LabResult(_Measured):
     """In sequences."""
     lr: float
     versions: Mapping[str, str] = Field(default_factory=dict)
+    load_at_start: float | None = None
+    """Processes that wanted a core in the minute before the first layout, mean (the load average of the system)."""
     date: str = ""
     bubble_method: str = (
         "the share of the schedule's time, first action to last, that ranks spend outside forward and backward "
@@ -139,6 +141,17 @@ class LabResult(_Measured):
     def passed(self) -> bool:
         """True when there is a layout and all are the same model as one device."""
         return bool(self.layouts) and all(layout.passed for layout in self.layouts)
+
+    @property
+    def disturbed(self) -> tuple[LayoutResult, ...]:
+        """Layouts that had cores enough for their ranks, but not beside what else ran here when the lab began."""
+        cores = self.machine.get("cores")
+        if not isinstance(cores, int) or self.load_at_start is None:
+            return ()
+        others = round(self.load_at_start)
+        return tuple(
+            one for one in self.layouts if not one.oversubscribed and one.ranks + others > cores and others
+        )
 
     @property
     def one_device(self) -> LayoutResult | None:
@@ -160,6 +173,15 @@ def verdict(result: LabResult) -> str:
         return f"{text}; not the same: {', '.join(bad[:3])}{more}"
     errors = [e for layout in result.layouts if (e := layout.worst_err) is not None and math.isfinite(e)]
     return f"{text}; worst relative error {scientific(max(errors), 0)}" if errors else text
+
+
+def load_line(result: LabResult) -> str:
+    """How busy the machine was: `load 1.87 in the minute before, 2 cores, up to 8 ranks`."""
+    load = NOTHING if result.load_at_start is None else f"{result.load_at_start:.2f}"
+    ranks = max((layout.ranks for layout in result.layouts), default=0)
+    return (
+        f"load {load} in the minute before, {result.machine.get('cores') or 'few'} cores, up to {ranks} ranks"
+    )
 
 
 def render(result: LabResult) -> str:
@@ -184,6 +206,8 @@ def render(result: LabResult) -> str:
         rows=[_cells(layout, result.one_device) for layout in result.layouts],
         facts=_facts(result),
         oversubscribed=sum(layout.oversubscribed for layout in result.layouts),
+        disturbed=[layout.layout for layout in result.disturbed],
+        load=load_line(result),
         cores=result.machine.get("cores") or "few",
         figures={name: Markup(svg) for name, svg in draw_all(result).items()},
         not_finite=_not_finite(result),
@@ -245,9 +269,10 @@ def summary_table(result: LabResult) -> Table:
     )
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
+    disturbed = result.disturbed
     for layout in result.layouts:
         cells = _cells(layout, result.one_device)
-        mark = " *" if layout.oversubscribed else ""
+        mark = " *" if layout.oversubscribed else " ~" if layout in disturbed else ""
         table.add_row(
             Text(short(layout.layout)),
             Text(f"{layout.ranks}{mark}"),
@@ -259,6 +284,9 @@ def summary_table(result: LabResult) -> Table:
     ]
     if any(layout.oversubscribed for layout in result.layouts):
         notes.append("* oversubscribed: more ranks than cores, wall time is not comparable")
+    if disturbed:
+        notes.append("~ doubtful times: the machine was busy when the lab began; run it again on an idle one")
+    notes.append(f"machine: {load_line(result)}")
     table.caption = Text("\n".join(notes)) if notes else None
     return table
 
@@ -326,6 +354,7 @@ def _facts(result: LabResult) -> dict[str, str]:
         "model": f"{result.model}, {format_count(result.parameters)} parameters",
         "job": f"{result.steps} steps of {result.global_batch} × {result.seq_len} tokens, lr {result.lr:g}",
         **{key: str(value) for key, value in machine.items()},
+        "load": load_line(result),
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()) or NOTHING,
         "date": result.date or NOTHING,
     }

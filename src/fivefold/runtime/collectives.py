@@ -4,6 +4,7 @@
     all_gather         reduce_scatter
     reduce_scatter     all_gather
     all_reduce         identity          (each rank's output feeds the same computation)
+    all_to_all         all_to_all        (the other way round)
     broadcast_input    all_reduce        (identity forward: the same input feeds every rank's part)
 
 At degree 1 each returns its input and adds nothing to the graph.
@@ -32,6 +33,11 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, not in place. Comm: all-reduce of x. Backward: identity."""
     return x if axis.degree == 1 else _AllReduce.apply(x, axis)
+
+
+def all_to_all(x: Tensor, axis: Axis, cut: int, join: int) -> Tensor:
+    """Part i along `cut` to member i, joined along `join`. Comm: all-to-all of x. Backward: the reverse, same bytes."""
+    return x if axis.degree == 1 else _AllToAll.apply(x, axis, cut, join)
 
 
 def broadcast_input(x: Tensor, axis: Axis) -> Tensor:
@@ -69,6 +75,17 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, cut: int, join: int) -> Tensor:
+        ctx.axis, ctx.cut, ctx.join = axis, cut, join
+        return axis.all_to_all(x, cut, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.all_to_all(grad, ctx.join, ctx.cut), None, None, None
 
 
 class _BroadcastInput(torch.autograd.Function):

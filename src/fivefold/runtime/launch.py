@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from fivefold.compat import warm_up_imports
 from fivefold.errors import FivefoldError, LaunchError, RankFailure
@@ -44,6 +44,8 @@ class Rank:
     rank: int
     world_size: int
     device: Device
+    store: Store | None = None
+    """Of a launched job: what its ranks can write to and read from without a collective."""
 
 
 def run_ranks(
@@ -57,7 +59,8 @@ def run_ranks(
     """Run `function(rank, *args)` in `ranks` forked processes and return their results in order of rank.
 
     Raises: RankFailure with the first cause, or a rank's own FivefoldError (a user's mistake, training that diverged);
-            LaunchError if the ranks cannot be started. KeyboardInterrupt ends all ranks, then goes on.
+            LaunchError if the ranks cannot be started. KeyboardInterrupt (also of a SIGTERM handler) ends all ranks,
+            then goes on.
     """
     refuse_launcher()
     kind = device_kind(device)
@@ -77,7 +80,7 @@ def run_ranks(
                 args=(theirs, listener, rank, ranks, kind, timeout, function, args),
                 daemon=False,
             )
-            with _interrupt_held():
+            with _signals_held():
                 process.start()
                 processes.append(process)
             theirs.close()
@@ -90,9 +93,9 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _interrupt_held() -> Iterator[None]:
-    """Ctrl-C waits until the block is left: Python drops what is raised inside its own hooks around a fork."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the block is left: Python drops what is raised inside its hooks around a fork."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
@@ -128,6 +131,7 @@ def _child(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when ranks end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # held since before the fork
     _die_with_parent()
     try:
         device = select_device(kind, rank, ranks)
@@ -151,7 +155,7 @@ def _child(
         )
     except BaseException as error:
         reason = error if isinstance(error, FivefoldError) else None
-        value = (reason, _one_line(error), traceback.format_exc())
+        value = (reason, one_line(error), traceback.format_exc())
         failed, report = True, pickle.dumps((time.time(), "error", value))
     with contextlib.suppress(OSError, EOFError):
         pipe.send_bytes(report)
@@ -217,7 +221,8 @@ def _end(processes: list[Any]) -> None:
             process.join()
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The class of an error and the first line of what it says."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
@@ -275,10 +280,10 @@ def joined_rank(device: str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> I
     except (dist.DistError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         in_use = "the port is in use; set MASTER_PORT to a free one"
-        reason = in_use if "EADDRINUSE" in str(error) else _one_line(error)
+        reason = in_use if "EADDRINUSE" in str(error) else one_line(error)
         raise LaunchError(f"cannot meet the other ranks at {address}: {reason}") from None
     # A rank that fails leaves as it is: taking the group down in order would wait for the others.
-    yield Rank(rank, world_size, chosen)
+    yield Rank(rank, world_size, chosen, store)
     dist.barrier()
     dist.destroy_process_group()
 

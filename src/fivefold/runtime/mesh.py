@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -72,6 +73,34 @@ class Axis:
         work = dist.reduce_scatter_single(out, parts, group=self._active, async_op=True)
         return Handle(self, out, work, keep=parts)
 
+    def all_to_all(self, x: Tensor, cut: int, join: int) -> Tensor:
+        """Part i of `x` along `cut` goes to member i; what comes is joined along `join`, in axis order.
+
+        Comm: one all-to-all of x.
+        """
+        if self.group is None:
+            return x
+        cut, join = cut % x.ndim, join % x.ndim
+        parts = x.unflatten(cut, (self.degree, -1)).movedim(cut, 0).contiguous()
+        out = torch.empty_like(parts)
+        started = self.clock.start()
+        dist.all_to_all_single(out, parts, group=self.group)
+        self.clock.stop(self.name, started)
+        return out.movedim(0, join).flatten(join, join + 1)
+
+    def pass_on_start(self, x: Tensor) -> Handle:
+        """Begin to send `x` to the next member of the ring; `wait` returns what the one before sent.
+
+        Comm: one send and one receive of x, posted together, so that no order of ranks can deadlock.
+        """
+        out = torch.empty_like(x)
+        there, here = self.ranks[(self.index + 1) % self.degree], self.ranks[self.index - 1]
+        posts = [
+            dist.P2POp(dist.isend, x, there, group=self._active),
+            dist.P2POp(dist.irecv, out, here, group=self._active),
+        ]
+        return Handle(self, out, _All(dist.batch_isend_irecv(posts)), keep=x)
+
     def send_start(self, x: Tensor, to: int) -> Handle:
         """Begin a send of `x` to the global rank `to`."""
         return Handle(self, x, dist.isend(x, to, group=self._active))
@@ -84,6 +113,17 @@ class Axis:
     def _active(self) -> dist.ProcessGroup:
         assert self.group is not None, f"axis {self.name} has degree 1: there is nobody to talk to"
         return self.group
+
+
+class _All:
+    """Several works of one exchange, waited for together."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Handle:
@@ -124,11 +164,18 @@ class Mesh:
         """What the step is doing now: the ledger files every collective under it."""
         self._axes: dict[tuple[object, ...], Axis] = {}
 
-    def axis(self, name: AxisName, size: int | None = None) -> Axis:
-        """The axis `name` from here; with `size`, runs of that many consecutive members of it."""
-        parallel = self.layout.degree(name) > 1 and size != 1
-        ranks = self.layout.group_of(name, self.rank, size)
-        return self._make((name, size), name, ranks or (self.rank,), parallel)
+    def axis(self, name: AxisName, size: int | None = None, *, across: bool = False) -> Axis:
+        """The axis `name` from here; with `size`, runs of that many consecutive members of it.
+
+        With `across` as well: the members at this rank's place in all the runs (see `Layout.groups`).
+        """
+        degree = self.layout.degree(name)
+        size = (
+            None if size == degree and not across else size
+        )  # one group for the whole axis, however asked for
+        members = degree // (size or 1) if across else size or degree
+        ranks = self.layout.group_of(name, self.rank, size, across=across)
+        return self._make((name, size, across), name, ranks or (self.rank,), members > 1)
 
     def edge(self, purpose: object, ends: tuple[int, int] | None) -> Axis:
         """A group on axis pp of the two ranks `ends` that carries one kind of message one way; None: not this rank's.

@@ -1,7 +1,7 @@
 """The order in which the strategies act, torch-free: legality, the parameter table, the predicted communication.
 
-check            data, pipeline, tensor, in this order: the first rule that is broken is the one that is told
-parameter_table  one device -> pipeline (stage, ties) -> tensor (cut, sums) -> data (sums)
+check            data, pipeline, tensor, context, in this order: the first rule that is broken is the one that is told
+parameter_table  one device -> pipeline (stage, ties) -> tensor (cut, sums) -> data (sums, ZeRO's cut)
 predict_events   what one rank dispatches in one training step; equal to the ledger of a run
 """
 
@@ -16,10 +16,12 @@ from fivefold.core.model_spec import ModelSpec, require_plain_decoder
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, parameters
 from fivefold.errors import LayoutError
+from fivefold.strategies.context import rules as context
 from fivefold.strategies.data import rules as data
 from fivefold.strategies.pipeline import rules as pipeline
 from fivefold.strategies.pipeline.placement import stage_layers
-from fivefold.strategies.pipeline.schedules import rank_actions
+from fivefold.strategies.pipeline.actions import COMPUTATIONS
+from fivefold.strategies.pipeline.schedules import computations, rank_actions
 from fivefold.strategies.tensor import rules as tensor
 from fivefold.units import MIB
 
@@ -32,10 +34,14 @@ def check(plan: Plan) -> None:
         raise LayoutError(
             f"sequence length {plan.workload.seq_len} exceeds the {spec.max_positions} positions of {spec.name}"
         )
-    data.check(layout)
+    data.check(layout, plan.execution.zero3_gather)
     pipeline.check(spec, layout, plan.workload.seq_len)
     tensor.check(spec, layout, plan.workload.seq_len)
-    microbatches(plan.workload, layout, plan.execution)
+    context.check(spec, layout, plan.workload.seq_len)
+    count = microbatches(plan.workload, layout, plan.execution)
+    pipeline.check_schedule(layout, count, plan.execution.actions)
+    lists = computations(layout, count, plan.execution.actions)
+    data.check_schedule(layout, {action.kind for actions in lists for action in actions})
 
 
 def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:
@@ -60,29 +66,37 @@ def predict_events(plan: Plan, rank: int) -> Events:
     layout, execution = plan.layout, plan.execution
     pp_rank = layout.coordinate(rank)["pp"]
     count = microbatches(plan.workload, layout, execution)
-    tokens = execution.micro_batch * plan.workload.seq_len
+    tokens = execution.micro_batch * plan.workload.seq_len // layout.cp
     dtype, itemsize = execution.dtype, execution.itemsize_bytes
     grad_dtype, grad_itemsize = execution.grad_dtype, execution.grad_itemsize_bytes
     chunks = rows_of(parameter_table(plan.model, layout, plan.workload.seq_len), layout, pp_rank)
     rows = [row for chunk in chunks.values() for row in chunk]
     layers = stage_layers(plan.model, layout, plan.workload.seq_len)
+    actions = rank_actions(layout, pp_rank, count, custom=execution.actions)
+    numbers = data.Numbers(
+        bucket_bytes=int(execution.bucket_mib * MIB), dtype=dtype, itemsize=itemsize,
+        grad_dtype=grad_dtype, grad_itemsize=grad_itemsize, gather_once=execution.zero3_gather == "step",
+    )  # fmt: skip
     events: Events = Counter()
     for chunk, chunk_rows in chunks.items():
         passes = tensor.predict_chunk(
             plan.model, layout, layers=len(layers[chunk]), first=chunk == 0, last=chunk == layout.stages - 1,
             tokens=tokens, dtype=dtype, itemsize=itemsize,
         )  # fmt: skip
-        events.update({event: n * count for event, n in passes.items()})
-        events += data.predict_reduction(
-            chunk_rows, layout, int(execution.bucket_mib * MIB), grad_dtype, grad_itemsize
+        passes += context.predict_chunk(
+            plan.model, layout, layers=layers[chunk], tokens=tokens, dtype=dtype, itemsize=itemsize
         )
+        events.update({event: n * count for event, n in passes.items()})
+        kinds = [a.kind for a in actions if a.chunk == chunk and a.kind in COMPUTATIONS]
+        events += data.predict(chunk_rows, layout, numbers, kinds)
     events += pipeline.predict_transfers(
-        rank_actions(layout, pp_rank, count),
+        actions,
         tokens=tokens // layout.tp if layout.sequence_parallel else tokens,
         hidden=plan.model.hidden, dtype=dtype, itemsize=itemsize,
     )  # fmt: skip
-    events += tensor.predict_gradient_sums(rows, layout, grad_dtype, grad_itemsize)
-    events += pipeline.predict_tie(rows, layout, grad_dtype, grad_itemsize)
+    held = [row.held for row in rows]
+    events += tensor.predict_gradient_sums(held, layout, grad_dtype, grad_itemsize)
+    events += pipeline.predict_tie(held, layout, grad_dtype, grad_itemsize)
     return events + _predict_scalars(layout)
 
 
@@ -90,7 +104,7 @@ def _predict_scalars(layout: Layout) -> Events:
     """The few numbers that every step agrees on, 8 bytes each.
 
     metrics: the count of valid tokens (data) before the step; the sum of losses (data, then pp) after it.
-    norm:    the squared gradient norm (tp, then pp).
+    norm:    the squared gradient norm (data where ZeRO shards, tp, then pp).
     """
     events: Events = Counter()
     if layout.data > 1:
@@ -98,6 +112,8 @@ def _predict_scalars(layout: Layout) -> Events:
         events[Event("metrics", "data", "all_reduce", "float64", 8)] += 1
     if layout.pp > 1:
         events[Event("metrics", "pp", "all_reduce", "float64", 8)] += 1
+    if layout.data_shards > 1:
+        events[Event("norm", "data", "all_reduce", "float64", 8)] += 1
     for axis in ("tp", "pp"):
         if layout.degree(axis) > 1:
             events[Event("norm", axis, "all_reduce", "float64", 8)] += 1

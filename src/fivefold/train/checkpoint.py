@@ -4,6 +4,7 @@
       manifest.json             written last: step, plan, data position, every tensor's pieces, every file's checksum
       rank-00000.safetensors    the pieces that rank 0 wrote
       ...
+      model/                    what an export needs beside the weights: config.json, tokenizer files
 
 Names are global (`weights/layers.3.mlp.down.weight`) and every piece says which region of the global tensor it is,
 so a run saved under one layout is read under any other: each rank reads only the bytes of its own regions.
@@ -16,8 +17,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -28,7 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.core.value import Value
-from fivefold.errors import CheckpointError, ConfigError
+from fivefold.errors import CheckpointError, ConfigError, ModelError
+from fivefold.nn.hub_files import COMPANIONS, MOST_COMPANION_BYTES, read_small
+from fivefold.nn.safetensors_io import CODES, Header, read_header, read_region
 from fivefold.units import MIB, format_bytes
 
 MANIFEST = "manifest.json"
@@ -38,6 +42,8 @@ HASH_CHUNK_BYTES = 32 * MIB
 """Each chunk takes Python's lock from a step that is under way twice, so they are few."""
 OTHER_ONE = "to resume from an earlier checkpoint, remove this one's folder"
 PARTIAL = ".partial"
+MODEL = "model"
+"""Folder of the files that an export needs beside the weights."""
 FOLDER_NAME = re.compile(r"step-([0-9]{8,})")
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -104,6 +110,15 @@ class Manifest(Value):
     plan: dict[str, JsonValue]
     tensors: dict[str, TensorEntry]
     files: dict[FileName, FileEntry]
+    model_files: dict[str, FileEntry] = Field(default_factory=dict)
+    """In the folder `model`."""
+
+    @model_validator(mode="after")
+    def _model_files_known(self) -> Self:
+        for name in self.model_files:
+            if name not in ("config.json", *COMPANIONS):
+                raise ValueError(f"{name!r} is no file of a model")
+        return self
 
     @model_validator(mode="after")
     def _files_listed(self) -> Self:
@@ -184,6 +199,39 @@ def write_pieces(
     return merge_tensors(entries), {file: FileEntry(size_bytes=path.stat().st_size, sha256=file_sha256(path))}
 
 
+def write_model_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
+    """Write what an export needs beside the weights; returns its part of the manifest. Raises: OSError."""
+    if not files:
+        return {}
+    (folder / MODEL).mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / MODEL / name).write_bytes(content)
+        sync(folder / MODEL / name)
+    sync(folder / MODEL)
+    return {
+        name: FileEntry(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in files.items()
+    }
+
+
+def read_model_files(folder: Path, manifest: Manifest) -> dict[str, bytes]:
+    """What `write_model_files` wrote. Raises: CheckpointError for a file that is not what the manifest says."""
+    found: dict[str, bytes] = {}
+    for name, entry in manifest.model_files.items():
+        path = folder / MODEL / name
+        try:
+            content = read_small(path, MOST_COMPANION_BYTES)
+        except ModelError as error:
+            raise CheckpointError(str(error)) from None
+        if content is None or hashlib.sha256(content).hexdigest() != entry.sha256:
+            fault = (
+                "is missing" if content is None else "is damaged: its checksum is not that of the manifest"
+            )
+            raise CheckpointError(f"{path} {fault}")
+        found[name] = content
+    return found
+
+
 def _entry(piece: Piece, file: str) -> TensorEntry:
     """A tensor of which this is the only piece."""
     start = tuple(part.start for part in piece.region)
@@ -253,7 +301,18 @@ class Reader:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.bytes_read = 0
-        self._open: dict[str, safetensors.safe_open] = {}
+        self._headers: dict[str, Header] = {}
+
+    def read(self, key: str, shape: tuple[int, ...]) -> Tensor:
+        """The whole tensor `key`, in the dtype that it was saved in. Raises: as `read_into`."""
+        entry = self.manifest.tensors.get(key)
+        dtype = DTYPES["float32" if entry is None else entry.dtype]
+        size, there = prod(shape) * dtype.itemsize, sum(f.size_bytes for f in self.manifest.files.values())
+        if size > there:
+            raise CheckpointError(f"{self.folder}: {key} takes {size} bytes, all files together have {there}")
+        target = torch.empty(shape, dtype=dtype)
+        self.read_into(target, key, shape, tuple(slice(0, n) for n in shape))
+        return target
 
     def read_into(self, target: Tensor, key: str, shape: tuple[int, ...], region: Region) -> None:
         """Fill `target` with the region of the tensor `key`.
@@ -275,28 +334,34 @@ class Reader:
             if common is None:
                 continue
             inside = tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, piece.region))
-            values = self._read(piece, inside)
-            target[tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, region))] = (
-                values.to(target.device)
-            )
+            place = target[tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, region))]
+            direct = place.is_cpu and place.is_contiguous()
+            values = place if direct else torch.empty(place.shape, dtype=place.dtype)
+            self._read(piece, inside, values)
+            if not direct:
+                place.copy_(values)
             filled += values.numel()
         if filled != target.numel():
             raise CheckpointError(
                 f"{self.folder}: the pieces of {key} hold {filled} of {target.numel()} elements"
             )
 
-    def _read(self, piece: PieceEntry, inside: Region) -> Tensor:
+    def _read(self, piece: PieceEntry, inside: Region, into: Tensor) -> None:
+        """Positioned reads: a map would keep pages in memory, and end the process where a file is cut short."""
+        path = self.folder / piece.file
         try:
-            if piece.file not in self._open:
-                self._open[piece.file] = safetensors.safe_open(self.folder / piece.file, framework="pt")
-            stored = self._open[piece.file].get_slice(piece.name)
-            if tuple(stored.get_shape()) != piece.shape:
-                raise ValueError(f"shape {stored.get_shape()}, its manifest says {list(piece.shape)}")
-            values: Tensor = stored[inside]
-        except (safetensors.SafetensorError, OSError, IndexError, ValueError) as error:
-            raise CheckpointError(f"{self.folder / piece.file}: {piece.name}: {error}") from None
-        self.bytes_read += values.numel() * values.itemsize
-        return values
+            if piece.file not in self._headers:
+                self._headers[piece.file] = read_header(path)
+            stored = self._headers[piece.file].entries.get(piece.name)
+            if stored is None:
+                raise ModelError("not found in its header")
+            if stored.shape != piece.shape:
+                raise ModelError(f"shape {list(stored.shape)}, its manifest says {list(piece.shape)}")
+            if stored.dtype != CODES[into.dtype]:
+                raise ModelError(f"{stored.dtype}, its manifest says {CODES[into.dtype]}")
+            self.bytes_read += read_region(stored, inside, into)
+        except ModelError as error:
+            raise CheckpointError(f"{path}: {piece.name}: {error}") from None
 
 
 def _overlap(a: Region, b: Region) -> Region | None:

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from fivefold.core.execution import DType, Execution, microbatches
+from fivefold.core.execution import MOST_MIB, DType, Execution, microbatches
 from fivefold.core.layout import Layout
-from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive
+from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive, usable_name
 from fivefold.core.value import Value, describe
-from fivefold.core.workload import Workload
+from fivefold.core.workload import MOST_SEQUENCES, MOST_TOKENS, Workload
 from fivefold.data.choice import DataSource
 from fivefold.errors import ConfigError, nearest
+from fivefold.strategies.pipeline.actions import read_actions
 from fivefold.units import KIB, format_bytes
 
 CONFIG_LIMIT_BYTES = 64 * KIB
 """A training config is a page of text; anything larger is the wrong file."""
+
+LONGEST_INTEGER = 100
+"""Digits of an integer that is read; what keys take is far below."""
 
 COMMAND_LINE = "command line"
 
@@ -32,12 +36,15 @@ AUTO_MICROBATCHES_PER_STAGE = 4
 
 def _rows_or_auto(value: object) -> object:
     """Checked before the union, whose own complaint would list the two types that it tried."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_SEQUENCES:
         return value
-    raise ValueError("Input should be an integer of at least 1, or 'auto'")
+    if value == "auto":
+        return value
+    raise ValueError(f"Input should be an integer from 1 to {MOST_SEQUENCES}, or 'auto'")
 
 
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_rows_or_auto)]
+PathName = Annotated[Path, AfterValidator(usable_name)]
 
 
 class CheckpointConfig(Value):
@@ -55,16 +62,28 @@ class CheckpointConfig(Value):
     """Write while training goes on; the step waits only for a copy of the state."""
 
 
+class ValidationConfig(Value):
+    """The loss on text that is not trained on."""
+
+    every: Positive | None = None
+    """Steps between two measurements; the last step is always measured. null: none."""
+    samples: Positive = 256
+    """So many samples, the same ones each time; fewer where the split has fewer."""
+    data: Name | None = None
+    """Where they come from; null: the validation split of `data`."""
+
+
 class LogConfig(Value):
     """What a run tells, and where."""
 
     every: Positive = 1
     """Steps between two lines of metrics."""
-    metrics: Path | None = None
-    """File that gets one JSON object per logged step; null: none."""
+    metrics: PathName | None = None
+    """File that gets one JSON object per logged step; null: none. A file that is there already is only continued by
+    a run that resumes."""
     records: Name | None = "default"
     """Store of runs: `default` (the one that `fivefold runs` reads), a path, or null (not recorded)."""
-    tensorboard: Path | None = None
+    tensorboard: PathName | None = None
     """Folder of TensorBoard event files; null: none."""
     wandb: Name | None = None
     """Project of Weights & Biases; null: none."""
@@ -83,9 +102,9 @@ class TrainConfig(Value):
     """A preset such as `tiny-llama`, or the path of a Hugging Face `config.json`."""
     layout: Layout = Layout()
     """How the job is cut, as text: `dp2 tp2 pp2:1f1b`."""
-    seq_len: Annotated[Integer, Field(ge=2)] = 128
+    seq_len: Annotated[Integer, Field(ge=2, le=MOST_TOKENS)] = 128
     """Tokens in a sample (one more is read, for the last label)."""
-    global_batch: Positive = 16
+    global_batch: Annotated[Integer, Field(ge=1, le=MOST_SEQUENCES)] = 16
     """Samples in a step, over all ranks and microbatches."""
     micro_batch: MicroBatch = 1
     """Samples that one data rank computes at a time; `auto`: see `microbatch_rows`."""
@@ -102,13 +121,20 @@ class TrainConfig(Value):
     data: Name | tuple[DataSource, ...] = "builtin"
     """`builtin` (source code of this Python installation); a text file, folder or glob; a folder that
     `fivefold data prepare` made; or a mixture: a list of {path, weight}."""
-    data_limit_mib: Annotated[Number, Field(gt=0)] = 16.0
+    separate_documents: bool = False
+    """Whether a token attends only to its own document, where several share a sample; false: to all before it."""
+    data_limit_mib: Annotated[Number, Field(gt=0, le=MOST_MIB)] = 16.0
     """At most so many MiB of text are read; what lies beyond is left out."""
-    bucket_mib: Annotated[Number, Field(gt=0)] = 25.0
+    bucket_mib: Annotated[Number, Field(gt=0, le=MOST_MIB)] = 25.0
     """Gradients are reduced over data ranks in buckets of about so many MiB."""
+    zero3_gather: Literal["microbatch", "step"] = "microbatch"
+    """ZeRO-3: gather parameters for each forward and backward, or once a step and keep them until its end."""
+    actions: PathName | None = None
+    """File with the actions of a `ppN:custom` layout, a line for each pipeline rank: `0F0, 0F1, 0B0, 0B1`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is NaN or infinite: stop and say where, or skip its update and count it."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -119,16 +145,22 @@ class TrainConfig(Value):
 
     @property
     def workload(self) -> Workload:
-        return Workload(seq_len=self.seq_len, global_batch=self.global_batch)
+        return Workload(
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            separate_documents=self.separate_documents,
+        )
 
     @property
     def execution(self) -> Execution:
-        """With `auto` resolved to a number of rows."""
+        """With `auto` resolved to a number of rows, and the actions read from their file."""
         return Execution(
             micro_batch=self.microbatch_rows,
             dtype=self.dtype,
             optimizer=self.optimizer,
             bucket_mib=self.bucket_mib,
+            zero3_gather=self.zero3_gather,
+            actions=None if self.actions is None else read_actions(self.actions),
         )
 
     @property
@@ -227,6 +259,8 @@ def _override(data: dict[str, Any], text: str) -> str:
         raise ConfigError(_short(f"{where}: expected key=value, such as optimizer.lr=3e-4, got {text!r}"))
     try:
         value = _parse(value_text)
+    except OverflowError as error:
+        raise ConfigError(_short(f"{where}: {key}: {error} is too long")) from None
     except (yaml.YAMLError, ValueError, RecursionError):
         value = value_text.strip()  # not YAML (`*.txt`): plain text, which the type of the key then judges
     name, dot, rest = key.partition(".")
@@ -256,7 +290,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         )
     try:
         data = _parse(raw.decode("utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(_short(f"{path}: not a YAML file of keys and values: {_one_line(error)}")) from None
     if data is None:
         return {}
@@ -286,6 +320,15 @@ class _Loader(yaml.SafeLoader):
                     problem=f"key {key!r} is given twice", problem_mark=node.value[place][0].start_mark
                 )
         return mapping
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Raises: OverflowError for an integer of so many digits that Python would not even print it."""
+        if len(node.value) > LONGEST_INTEGER:
+            raise OverflowError(f"an integer of {len(node.value)} digits")
+        return int(super().construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _parse(text: str) -> Any:

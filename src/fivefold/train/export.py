@@ -5,14 +5,15 @@
     pp stages    tp 0 of each writes files of its own; rank 0 of the job adds index and config and names the folder
 
 Comm: P elements of the stage's parameters less tp 0's own part, as sends on axis tp; a few numbers on axis world.
+
+A checkpoint of a run becomes the same folder without any rank: one process reads it tensor by tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
-from fivefold.errors import ModelError
+from fivefold.errors import CheckpointError, ConfigError, ModelError
 from fivefold.nn.hub_write import MAX_SHARD_BYTES, HFWriter, Written
 from fivefold.runtime.mesh import Axis, Mesh
 from fivefold.strategies import compose
+from fivefold.train.checkpoint import Manifest, Reader, check_files, read_model_files
+from fivefold.train.companions import Companions
 from fivefold.units import MIB
 
 PIECE_BYTES = MIB
@@ -39,31 +42,16 @@ def export_hf(
     mesh: Mesh,
     *,
     dtype: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    companions: Companions | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    companions: Sequence[Path] = (),
 ) -> Written:
     """Write the model; every rank calls this with its own parameters (`Engine.parameters`, all chunks).
 
-    `dtype`: of the file; None: that of the run. `config`, `companions`: as in `HFWriter`.
+    `dtype`: of the file; None: that of the run. `companions`: config and files beside the weights.
     Memory: one parameter and a piece on each tp 0, a piece on the others. Nodes must share the file system of `folder`.
     Raises: ModelError, the same on all ranks; nothing is then left at `folder`.
     """
-    table = compose.parameter_table(plan.model, plan.layout, plan.workload.seq_len)
-    owned = [row for row in table if row.tied_to is None]
-    groups = [
-        [row.name for row in owned if plan.layout.owner_of(row.stage) == stage]
-        for stage in range(plan.layout.pp)
-    ]
-    writer = HFWriter(
-        folder,
-        plan.model,
-        dtype=dtype or plan.execution.dtype,
-        config=config,
-        max_shard_bytes=max_shard_bytes,
-        groups=groups,
-        companions=companions,
-    )
+    writer = _writer(folder, plan, dtype, companions, max_shard_bytes)
     first = mesh.rank == 0
     try:
         agree(mesh, _fault(writer.begin) if first else None)
@@ -77,41 +65,102 @@ def export_hf(
     return Written(writer.folder, writer.files, writer.bytes)
 
 
+def export_checkpoint(
+    checkpoint: Path, folder: str | Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Written:
+    """Write the model of a checkpoint: the same files, bit for bit, that the run itself exports after that step.
+
+    Memory: one parameter. Every file of the checkpoint is compared with its checksum before anything is written.
+    Raises: CheckpointError for a checkpoint that is damaged, ModelError as `export_hf` does; nothing is then left.
+    """
+    manifest = Manifest.load(checkpoint)
+    try:
+        plan = Plan.read(manifest.plan, where=str(checkpoint))
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+    companions = Companions.from_files(read_model_files(checkpoint, manifest))
+    writer = _writer(folder, plan, dtype, companions, max_shard_bytes)
+    writer.refuse_taken()
+    check_files(checkpoint, manifest, rank=0, ranks=1)
+    reader = Reader(checkpoint, manifest)
+    writer.begin()
+    try:
+        for stage, rows in enumerate(_owned(plan)):
+            for row in rows:
+                writer.put(row.name, reader.read(f"weights/{row.name}", row.shape))
+            writer.check_done(stage)
+        return writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _writer(
+    folder: str | Path, plan: Plan, dtype: str | None, companions: Companions | None, max_shard_bytes: int
+) -> HFWriter:
+    """With files of its own for each stage."""
+    companions = companions or Companions({}, {})
+    return HFWriter(
+        folder,
+        plan.model,
+        dtype=dtype or plan.execution.dtype,
+        config=companions.config,
+        max_shard_bytes=max_shard_bytes,
+        groups=[[row.name for row in rows] for rows in _owned(plan)],
+        companions=companions.files,
+    )
+
+
+def _owned(plan: Plan) -> list[list[ParameterRow]]:
+    """The parameters of each stage, in order; the second copy of a tied one is left out."""
+    table = compose.parameter_table(plan.model, plan.layout, plan.workload.seq_len)
+    owned = [row for row in table if row.tied_to is None]
+    return [
+        [row for row in owned if plan.layout.owner_of(row.stage) == stage] for stage in range(plan.layout.pp)
+    ]
+
+
 def _write_own(writer: HFWriter, pairs: Pairs, mesh: Mesh) -> str | None:
     """Gather and write this stage's parameters. A rank that cannot write goes on receiving: others are sending."""
-    if mesh.coordinate["dp"] or mesh.coordinate["cp"]:
+    place = mesh.layout.data_index(mesh.coordinate)
+    if place >= mesh.layout.data_shards:
         return None
     fault: str | None = None
     for row, tensor in full_tensors(pairs, mesh):
         if tensor is not None and fault is None:
             fault = _fault(writer.put, row.name, tensor)
         del tensor  # before the next one is gathered
-    if mesh.coordinate["tp"] == 0 and fault is None:
+    if mesh.coordinate["tp"] == place == 0 and fault is None:
         fault = _fault(writer.check_done, mesh.coordinate["pp"])
     return fault
 
 
 def full_tensors(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tensor | None]]:
-    """Every parameter of this stage whole, on the CPU of its first tp rank; None on the others.
+    """Every parameter of this stage whole, on the CPU of its first data and tp rank; None on the others.
 
     Shapes: local part with padding -> `row.shape`. The second copy of a tied parameter is left out.
             A tensor holds until the next one is asked for: all are put together in the same memory.
-    Comm:   sends to tp 0, one piece after the other; all tp ranks must list the same parameters in the same order.
-    Memory: the largest parameter and one piece on tp 0, one piece elsewhere. Degree 1: a view, no copy.
+    Comm:   ZeRO's shards are sent to the first rank of their group, then local parts to tp 0, one piece after the other;
+            all these ranks must list the same parameters in the same order.
+    Memory: the largest parameter and one piece on tp 0, one piece elsewhere; where ZeRO shards, the largest local part
+            as well. Degree 1: a view, no copy.
     """
     own = [(row, local.detach()) for row, local in pairs if row.tied_to is None]
     axis = mesh.axis("tp")
     if axis.degree == 1:
-        for row, local in own:
-            yield row, local[tuple(slice(0, size) for size in row.shape)].cpu()
+        for row, part in _join_shards(own, mesh):
+            yield row, None if part is None else part[tuple(slice(0, size) for size in row.shape)].cpu()
         return
     # One buffer for all: buffers of many sizes, made and freed in turn, would leave holes that nobody can use.
-    cut = [(prod(row.shape), local) for row, local in own if row.placement]
+    cut = [(prod(row.shape), local) for row, local in own if "tp" in row.placement]
     most = max((elements * local.element_size() for elements, local in cut), default=0)
     buffer = torch.empty(most if axis.index == 0 else 0, dtype=torch.uint8)
     piece = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=mesh.device.device)
-    for row, local in own:
-        shard = row.placement.get("tp")
+    for row, part in _join_shards(own, mesh):
+        if part is None:
+            yield row, None
+            continue
+        local, shard = part, row.placement.get("tp")
         if shard is None:
             yield row, local.cpu() if axis.index == 0 else None
             continue
@@ -121,6 +170,27 @@ def full_tensors(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tenso
             target = full[region] if full is not None else None
             _pass_on(local, [cut.stop - cut.start for cut in region], axis, member, target, piece)
         yield row, full
+
+
+def _join_shards(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tensor | None]]:
+    """Local parts that ZeRO cut, whole on the first data rank, None on the others; what is not cut as it is."""
+    axis, layout = mesh.axis("data", mesh.layout.data_shards), mesh.layout
+    cut = [local.nbytes * axis.degree for row, local in pairs if "data" in row.placement]
+    device = mesh.device.device
+    buffer = torch.empty(max(cut, default=0) if axis.index == 0 else 0, dtype=torch.uint8, device=device)
+    piece = torch.empty(PIECE_BYTES if cut else 0, dtype=torch.uint8, device=device)
+    for row, local in pairs:
+        if "data" not in row.placement:
+            yield row, local
+            continue
+        rows, *rest = row.whole.local_shape(layout)
+        block = local.shape[0]
+        full = _as(buffer, local.dtype, (rows, *rest)) if axis.index == 0 else None
+        for member in range(axis.degree):
+            first, last = (min(i * block, rows) for i in (member, member + 1))
+            target = full[first:last] if full is not None else None
+            _pass_on(local, [last - first, *rest], axis, member, target, piece)
+        yield row.whole, full
 
 
 def _pass_on(

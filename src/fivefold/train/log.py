@@ -83,16 +83,18 @@ class Log:
 class MetricsFile:
     """One JSON object per line, each written at once: after any end of the run the file holds whole lines only.
 
-    `keep`: a resumed run keeps the lines up to this step, and writes again those of the steps that it takes again.
+    `keep`: a resumed run keeps the lines up to this step, and writes again those of the steps that it takes again. That
+    a run which does not resume finds no file there is for `outputs` to see.
 
-    Raises: RecordError, one line, where the file cannot be written (a full disk, a folder that is read-only).
+    Raises: RecordError, one line, where the file cannot be written (a full disk, a folder that is read-only), or is
+            no metrics file.
     """
 
     def __init__(self, path: Path, *, keep: int = 0) -> None:
         self.path, self.size = path, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if keep and path.is_file():
+            if path.is_file():
                 self.size = _size_up_to(path, keep)
                 self.file = path.open("r+b", buffering=0)
                 self.file.truncate(self.size)
@@ -122,14 +124,22 @@ class MetricsFile:
 
 
 def _size_up_to(path: Path, step: int) -> int:
-    """Bytes of the leading lines that are whole and of steps up to `step`."""
-    size = 0
+    """Bytes of the leading lines of steps up to `step`.
+
+    Raises: RecordError if a line is no step of a run, the last one aside, which a killed run may have left in half:
+            what would be cut off is not ours.
+    """
+    size, kept = 0, True
     with path.open("rb") as file:
-        for line in file:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except (ValueError, KeyError, TypeError):
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
                 break
-            size += len(line)
+            try:
+                before = json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):
+                raise RecordError(
+                    f"cannot go on with metrics in {path}: line {number} is no step of a run; name another file"
+                ) from None
+            kept = kept and before
+            size += len(line) if kept else 0
     return size

@@ -35,10 +35,9 @@ def find_nonfinite(engine: Engine, load: Callable[[int], Microbatch]) -> str:
     """
     found = Findings()
     hooks: list[Any] = []
+    found.parameters = [(row.stage, row.name) for row, held in engine.data.weights() if not _finite(held)]
     for chunk, pairs in engine.parameters.items():
         for row, parameter in pairs:
-            if not _finite(parameter):
-                found.parameters.append((chunk, row.name))
             hooks.append(parameter.register_hook(_look_at_gradient((chunk, row.name), found.gradients)))
     for chunk, module in engine.chunks.items():
         for name, part in module.named_modules():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -14,18 +14,24 @@ from fivefold.core.cluster import Cluster, NodeKind
 from fivefold.core.events import total_bytes
 from fivefold.core.plan import Plan
 from fivefold.data.batches import Dataset
-from fivefold.data.open import check_vocab, open_data
+from fivefold.data.manifest import Split, is_prepared
+from fivefold.data.open import check_tokenizers, check_vocab, open_data
+from fivefold.data.validation import FirstSamples
 from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, DataError, LaunchError, RankFailure
 from fivefold.nn.hub import HFCheckpoint
-from fivefold.records.store import Run, Store, default_path
-from fivefold.runtime.device import device_kind
+from fivefold.records.store import Run, Store
+from fivefold.runtime.device import check_device_count, device_kind
+from fivefold.runtime.ending import first_failure, record_ends_on_sigterm
 from fivefold.runtime.launch import Rank, joined_rank, run_ranks, under_launcher
 from fivefold.strategies import compose
 from fivefold.train.checkpoint import Manifest
+from fivefold.train.companions import Companions, find_companions
 from fivefold.train.config import TrainConfig
 from fivefold.train.export import export_hf
 from fivefold.train.log import Log
+from fivefold.train.outcome import Outcome, finish, left_to_do, records_path, refuse_needless
+from fivefold.train.outputs import check_outputs
 from fivefold.train.saver import Saver, load_checkpoint, restart_from, resume_from
 from fivefold.train.sinks import check_sinks
 from fivefold.train.trainer import StepMetrics, Trainer
@@ -43,30 +49,16 @@ class Progress(Protocol):
     def stop(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
+class Data(NamedTuple):
+    """What a run reads."""
 
-    run_id: str | None
-    steps: int
-    """That were taken now."""
-    resumed_at: int
-    """Steps that were taken before."""
-    skipped: int
-    """Steps without an update, because the loss or the norm was not finite."""
-    first_loss: float
-    last_loss: float
-    tokens_per_s: float
-    """Median over the second half of the steps."""
-    peak_memory_bytes: int
-    """Of the rank that needs most, in one profiled step."""
-    comm_bytes: int
-    """Bytes of all communication of one step on rank 0."""
-    checkpoints: tuple[int, ...]
-    """Steps that were saved, pruned ones included."""
+    train: Dataset
+    validation: FirstSamples | None
+    companions: Companions
+    """What an export needs beside the weights."""
 
 
-def prepare(config: TrainConfig, kind: str) -> tuple[Plan, Dataset]:
+def prepare(config: TrainConfig, kind: str) -> tuple[Plan, Data]:
     """Check everything that can be checked before ranks start, and open the data once for all of them."""
     spec = resolve(config.model)
     plan = Plan(
@@ -80,15 +72,41 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, Dataset]:
     check_sinks(config.log)
     if config.weights is not None:
         HFCheckpoint.open(config.weights)
-    if config.export is not None and Path(config.export).exists():
-        raise ConfigError(f"export: {config.export} exists; name a folder that does not")
     if kind == "cpu" and not under_launcher():
         check_size(plan, what="training", advice="use a smaller model, or more of tp and pp instead of dp")
-    dataset = open_data(
-        config.data, config.seq_len, config.seed, limit_bytes=int(config.data_limit_mib * MIB)
+    saves = config.export is not None or config.checkpoint.folder is not None
+    data = Data(
+        open_data(config.data, config.seq_len, config.seed, limit_bytes=int(config.data_limit_mib * MIB)),
+        open_validation(config),
+        find_companions(config, spec) if saves else Companions({}, {}),
     )
-    check_vocab(dataset, spec.vocab, model=spec.name)
-    return plan, dataset
+    for dataset in (data.train, data.validation):
+        if dataset is not None:
+            check_vocab(dataset, spec.vocab, model=spec.name)
+    return plan, data
+
+
+def open_validation(config: TrainConfig) -> FirstSamples | None:
+    """The held-out samples: of `validation.data` (its validation split, or all of a text), or of `data`."""
+    if config.validation.every is None:
+        return None
+    source = config.validation.data
+    split: Split = (
+        "train" if source is not None and not is_prepared(Path(source).expanduser()) else "validation"
+    )
+    try:
+        dataset = open_data(
+            source or config.data, config.seq_len, config.seed, split,
+            limit_bytes=int(config.data_limit_mib * MIB),
+        )  # fmt: skip
+        if source is not None:
+            trained_on = (
+                [config.data] if isinstance(config.data, str) else [part.path for part in config.data]
+            )
+            check_tokenizers([*trained_on, source])
+    except DataError as error:
+        raise DataError(f"validation: {error}; or name other text with validation.data") from None
+    return FirstSamples(dataset, config.validation.samples)
 
 
 def cluster_here(kind: str, ranks: int) -> Cluster:
@@ -112,21 +130,34 @@ def train(
 
     `resume`: `auto`, a checkpoint's folder, or None. `restarts`: how often to start again, from the newest checkpoint,
     when a rank dies (under a launcher that is the launcher's own option).
-    Returns None on the ranks of a launched job that are not rank 0, and where a rank died after the last save.
+    A run whose last step is saved and whose export is missing is only exported, without ranks.
+    Returns None on the ranks of a launched job that are not rank 0.
     """
     kind = device_kind(device)
-    plan, dataset = prepare(config, kind)
+    if not under_launcher():
+        check_device_count(kind, config.layout.world_size)
+    plan, data = prepare(config, kind)
     if under_launcher():
-        return _launched(config, plan, dataset, progress, resume, device)
+        check_outputs(config, resumed=resume is not None or _started_again())
+        return _launched(config, plan, data, progress, resume, device)
     if restarts and config.checkpoint.folder is None:
         raise ConfigError("--restarts needs checkpoint.folder: what to start again from")
     start = resume_from(config.checkpoint, resume)
+    left = left_to_do(config, start)
+    refuse_needless(config, start, left)
+    if start is not None and left == "export":
+        return finish(config, plan, start, data=data.train.fingerprint, began=Manifest.load(start).step)
+    check_outputs(config, resumed=resume is not None)
+    _tell(data, progress)
+    began = 0 if start is None else Manifest.load(start).step
+    runs: list[Run] = []
     while True:
         run = open_run(config, plan, kind)
+        runs += [run] if run else []
         try:
             with run or _no_run():
                 outcomes: list[Outcome | None] = run_ranks(
-                    train_rank, config, plan, dataset, run, progress, start,
+                    train_rank, config, plan, data, run, progress, start,
                     ranks=plan.layout.world_size, device=device, port=port,
                 )  # fmt: skip
             return outcomes[0]
@@ -135,51 +166,61 @@ def train(
                 raise
             restarts -= 1
             start = restart_from(config.checkpoint, resume)
-            if _complete(config, start):
-                progress.warn(f"{failure}; nothing is left to do, {start} is the last step")
-                return None
+            if start is not None and left_to_do(config, start) != "steps":
+                progress.warn(f"{failure}; {start} is the last step, no other is left to take")
+                return finish(config, plan, start, data=data.train.fingerprint, began=began, runs=runs)
             progress.warn(f"{failure}; starting again from {start or 'the beginning'}")
 
 
 def _launched(
     config: TrainConfig,
     plan: Plan,
-    dataset: Dataset,
+    data: Data,
     progress: Progress,
     resume: str | None,
     device: str,
 ) -> Outcome | None:
     """This process is one rank of a launched job. Rank 0 chooses the checkpoint for all."""
-    with joined_rank(device) as rank:
+    with joined_rank(device) as rank, first_failure(rank):
         if rank.world_size != plan.layout.world_size:
             raise LaunchError(
                 f"layout {plan.layout} has {plan.layout.world_size} ranks, the launcher started {rank.world_size}; "
                 f"start {plan.layout.world_size}, or change the layout"
             )
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        choose = restart_from if again else resume_from
-        chosen = [choose(config.checkpoint, resume) if rank.rank == 0 else None]
+        chosen: list[Any] = [None, None]
+        if rank.rank == 0:
+            start = (restart_from if _started_again() else resume_from)(config.checkpoint, resume)
+            chosen = [start, left_to_do(config, start)]
         if rank.world_size > 1:
             dist.broadcast_object_list(chosen, src=0)
-        if again and _complete(config, chosen[0]):
-            return None
+        start, left = chosen
+        if left == "export" or (left == "nothing" and _started_again()):
+            if rank.rank != 0:
+                return None
+            return finish(config, plan, start, data=data.train.fingerprint, began=Manifest.load(start).step)
+        refuse_needless(config, start, left)
+        if rank.rank == 0:
+            _tell(data, progress)
         run = open_run(config, plan, rank.device.kind) if rank.rank == 0 else None
-        with run or _no_run():
-            return train_rank(rank, config, plan, dataset, run, progress, chosen[0])
+        with run or _no_run(), record_ends_on_sigterm(rank, run), first_failure(rank):
+            return train_rank(rank, config, plan, data, run, progress, start)
 
 
-def _complete(config: TrainConfig, start: Path | None) -> bool:
-    """Whether a run of which a rank died had done everything: the last step is saved, and no export is missing."""
-    if start is None or (config.export is not None and not Path(config.export).exists()):
-        return False
-    return Manifest.load(start).step >= config.steps
+def _started_again() -> bool:
+    """Whether the launcher has started this job before, and a rank died."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _tell(data: Data, progress: Progress) -> None:
+    if data.companions.left_out is not None:
+        progress.warn(data.companions.left_out)
 
 
 def open_run(config: TrainConfig, plan: Plan, device: str) -> Run | None:
     """Begin the record of this run, unless it is not to be recorded."""
-    if config.log.records is None:
+    path = records_path(config)
+    if path is None:
         return None
-    path = default_path() if config.log.records == "default" else Path(config.log.records)
     run = Store.open(path).start(
         kind="train", layout=str(plan.layout), model=plan.model.name, plan=plan, machine={"device": device}
     )
@@ -191,32 +232,34 @@ def train_rank(
     rank: Rank,
     config: TrainConfig,
     plan: Plan,
-    dataset: Dataset,
+    data: Data,
     run: Run | None,
     progress: Progress,
     start: Path | None,
 ) -> Outcome | None:
     """One rank of the run. Rank 0 writes everything but the checkpoints, to which every rank adds its part."""
-    data = dataset.fingerprint
-    check_same_corpus(data, rank)
+    corpus = data.train.fingerprint
+    check_same_corpus(corpus, rank)
+    if data.validation is not None:
+        check_same_corpus(data.validation.fingerprint, rank)
     trainer = Trainer(
         plan,
         rank,
-        dataset,
+        data.train,
         steps=config.steps,
         seed=config.seed,
         skip_nonfinite=config.on_nonfinite == "skip",
         weights=None if config.weights is None else HFCheckpoint.open(config.weights).read,
+        validation=data.validation,
     )
     if start is not None:
-        load_checkpoint(start, trainer, rank, data=data)
-        if trainer.start >= config.steps:
-            raise ConfigError(
-                f"{start} is at step {trainer.start} of {config.steps}: nothing is left to do; raise steps"
-            )
+        load_checkpoint(start, trainer, rank, data=corpus)
     saver = None
     if config.checkpoint.folder is not None:
-        saver = Saver(config.checkpoint, trainer, rank, data=data, warn=progress.warn)
+        saver = Saver(
+            config.checkpoint, trainer, rank,
+            data=corpus, warn=progress.warn, model_files=data.companions.to_files(),
+        )  # fmt: skip
     first = rank.rank == 0
     log = Log(config, plan, rank, run, start=trainer.start)
     if first:
@@ -227,8 +270,9 @@ def train_rank(
         assert profile is not None, "a run has at least one step"
         peaks = log.finish(profile.peak_memory_bytes, total_bytes(profile.events))
         if config.export is not None:
-            pairs = [(row, master) for row, _, master in trainer.engine.data.triples]
-            export_hf(config.export, plan, pairs, trainer.mesh)
+            held = trainer.engine.data.persistent()
+            pairs = [(row, values) for kind, row, values in held if kind == "weights"]
+            export_hf(config.export, plan, pairs, trainer.mesh, companions=data.companions)
     finally:
         if first:
             progress.stop()
@@ -243,10 +287,12 @@ def train_rank(
         skipped=trainer.skipped,
         first_loss=history[0].loss,
         last_loss=history[-1].loss,
+        validation_loss=history[-1].validation_loss,
         tokens_per_s=speeds[len(speeds) // 2],
         peak_memory_bytes=max(peaks),
         comm_bytes=total_bytes(profile.events),
         checkpoints=tuple(saver.saved) if saver else (),
+        exported=config.export,
     )
 
 
@@ -257,11 +303,14 @@ def _loop(
     history: list[StepMetrics] = []
     try:
         for metrics in trainer:
-            history.append(metrics)
             last = metrics.step == config.steps
+            every = config.validation.every
+            if every is not None and (last or metrics.step % every == 0):
+                metrics = replace(metrics, validation_loss=trainer.validate())
+            history.append(metrics)
             if saver is not None and (last or metrics.step % config.checkpoint.every == 0):
                 saver.save(metrics.step)
-            if last or metrics.step % config.log.every == 0:
+            if last or metrics.step % config.log.every == 0 or metrics.validation_loss is not None:
                 log.step(metrics)
             if progress is not None:
                 progress.update(metrics, trainer.profile.peak_memory_bytes if trainer.profile else None)

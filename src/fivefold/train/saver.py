@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from fivefold.train.checkpoint import (
     checkpoints,
     merge_tensors,
     sync,
+    write_model_files,
     write_pieces,
 )
 from fivefold.train.config import CheckpointConfig
@@ -51,9 +52,18 @@ class Saver:
     """Saves one run's checkpoints. All ranks call the same methods at the same steps."""
 
     def __init__(
-        self, config: CheckpointConfig, trainer: Trainer, rank: Rank, *, data: str, warn: Warn
+        self,
+        config: CheckpointConfig,
+        trainer: Trainer,
+        rank: Rank,
+        *,
+        data: str,
+        warn: Warn,
+        model_files: Mapping[str, bytes] | None = None,
     ) -> None:
+        """`model_files`: what an export needs beside the weights, kept in every checkpoint."""
         assert config.folder is not None, "nothing to save without a folder"
+        self.model_files = model_files or {}
         self.config, self.folder, self.trainer, self.rank = config, Path(config.folder), trainer, rank
         self.data, self.warn = data, warn
         self.thread: threading.Thread | None = None
@@ -79,11 +89,9 @@ class Saver:
     def _copy(self) -> list[Piece]:
         """This rank's share: each element of each tensor is written by one rank."""
         layout, at = self.trainer.plan.layout, self.trainer.mesh.coordinate
-        if at["dp"] > 0 or at["cp"] > 0:
-            return []
         pieces = []
         for kind, row, local in self.trainer.engine.data.persistent():
-            if row.counts_once_here(at):
+            if row.written_here(layout, at):
                 region = row.region(layout, at)
                 inside = tuple(slice(0, part.stop - part.start) for part in region)
                 values = local[inside].to("cpu", copy=True).contiguous()
@@ -148,7 +156,8 @@ class Saver:
         """Write the manifest, then let the checkpoint appear. Raises: OSError."""
         tensors = merge_tensors([tensors for tensors, _ in parts])
         files = {name: entry for _, files in parts for name, entry in files.items()}
-        text = Manifest(**manifest, tensors=tensors, files=files).to_json()
+        model_files = write_model_files(partial, self.model_files)
+        text = Manifest(**manifest, tensors=tensors, files=files, model_files=model_files).to_json()
         (partial / MANIFEST).write_text(text, encoding="utf-8")
         sync(partial / MANIFEST)
         sync(partial)

@@ -11,10 +11,11 @@ from fivefold.core.model_counts import training_flops
 from fivefold.core.optimizer import lr_at
 from fivefold.core.plan import Plan
 from fivefold.data.batches import Dataset
+from fivefold.data.validation import FirstSamples
 from fivefold.engine.build import ValueSource
 from fivefold.engine.engine import Engine, StepResult
 from fivefold.engine.feed import feed
-from fivefold.errors import FivefoldError
+from fivefold.errors import DataError, FivefoldError
 from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.memory import LiveBytes
@@ -48,10 +49,13 @@ class StepMetrics:
     """Time inside forward and backward computations."""
     skipped: int = 0
     """Steps without an update so far."""
+    validation_loss: float | None = None
+    """Mean over the valid tokens of the held-out samples, after this step; None where it was not measured."""
 
     def numbers(self) -> dict[str, float]:
-        """All numbers but the step itself, flat: what a record holds."""
-        flat = {key: value for key, value in asdict(self).items() if key not in ("step", "comm_s")}
+        """All numbers that there are but the step itself, flat: what a record holds."""
+        values = asdict(self).items()
+        flat = {key: value for key, value in values if key not in ("step", "comm_s") and value is not None}
         return {**flat, **{f"comm_{axis}_s": seconds for axis, seconds in self.comm_s.items()}}
 
 
@@ -80,9 +84,11 @@ class Trainer:
         seed: int,
         skip_nonfinite: bool = False,
         weights: ValueSource | None = None,
+        validation: FirstSamples | None = None,
     ) -> None:
         self.plan, self.dataset, self.steps, self.seed = plan, dataset, steps, seed
         self.skip_nonfinite = skip_nonfinite
+        self.validation = validation
         self.start = 0
         """The first step to take; a checkpoint that is loaded moves it."""
         self.bytes_loaded = 0
@@ -115,6 +121,19 @@ class Trainer:
                     f"{self.plan.execution.optimizer.lr:g}, or on_nonfinite=skip"
                 )
         return self._metrics(step, lr, cpu, result)
+
+    def validate(self) -> float:
+        """Mean token loss over the held-out samples; nothing changes. Comm: that of the forward passes."""
+        assert self.validation is not None, "no validation samples were given"
+        total, valid = 0.0, 0
+        for number in range(self.validation.batches(self.plan.workload.global_batch)):
+            loss, tokens = self.engine.evaluate(feed(self.validation, self.plan, self.mesh, number))
+            total, valid = total + loss, valid + tokens
+        if valid == 0:
+            raise DataError(
+                f"none of the {self.validation.describe()} has a label that counts: use more samples"
+            )
+        return total / valid
 
     def _plain(self, step: int, lr: float) -> StepResult:
         return self.engine.step(feed(self.dataset, self.plan, self.mesh, step), lr)

@@ -10,6 +10,7 @@ from statistics import median
 
 from fivefold.core.layout import Layout
 from fivefold.verify.compare import Errors, Key
+from fivefold.verify.observe import COUNT
 
 CLEAN_RATIO = 100.0
 """A ratio is clean when what is left at it is below this many times the bound: all else is then explained."""
@@ -33,20 +34,21 @@ def find_cause(
 ) -> Cause:
     """Name the first module that differs and the ratio if it is a clean one.
 
-    `counts`: what a ratio may be (microbatches, dp, ...). Order: missing tensors, forward, backward, update, events.
+    `counts`: what a ratio may be (microbatches, dp, ...). Order: missing tensors; then step by step forward, backward,
+    update; then events.
     """
     if errors.missing:
         names = ", ".join(f"{name} ({quantity})" for quantity, name in errors.missing[:3])
         more = f" and {len(errors.missing) - 3} more" if len(errors.missing) > 3 else ""
-        return Cause(errors.missing[0][1], None, f"no rank holds all of {names}{more}")
-    for quantity, what, order in _STAGES:
-        if quantity in not_judged:
-            continue
-        bad = [key for key, error in errors.by_tensor.items() if key[0] == quantity and not error <= bound]
-        if bad:
-            return _describe(
-                sorted(bad, key=lambda key: order(key[1])), errors, bound, counts, quantity, what
-            )
+        return Cause(_module_of(errors.missing[0][1]), None, f"no rank holds all of {names}{more}")
+    bad = [
+        key
+        for key, error in errors.by_tensor.items()
+        if key[0] in _STAGES and key[0] not in not_judged and not error <= bound
+    ]
+    if bad:
+        when = min(map(_when, bad))
+        return _describe([key for key in bad if _when(key) == when], errors, bound, counts)
     if event_lines:
         return Cause(
             None, None, f"the numbers agree, the communication does not: {'; '.join(event_lines[:3])}"
@@ -67,20 +69,25 @@ def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
     return f"axes {' and '.join(guilty)} together: with either at 1 the difference is gone"
 
 
-def _describe(
-    bad: list[Key], errors: Errors, bound: float, counts: dict[str, int], quantity: str, what: str
-) -> Cause:
-    first = _module_of(bad[0][1])
-    total = sum(key[0] == quantity for key in errors.by_tensor)
+def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, int]) -> Cause:
+    """`bad`: the tensors of one quantity that differ in one step."""
+    quantity, (what, order) = bad[0][0], _STAGES[bad[0][0]]
+    _, name = min(bad, key=lambda key: order(key[1]))
+    total = sum(_when(key) == _when(bad[0]) for key in errors.by_tensor if key[0] == quantity)
     ratio = _common_ratio(bad, errors, bound)
     extent = f"all {total}" if len(bad) == total and total > 1 else f"{len(bad)} of {total}"
     worst = max(errors.by_tensor[key] for key in bad)
+    step = f" in step {_step_of(name)}" if " step " in name else ""
+    first: str | None = None
     if quantity in ("loss", "grad_norm"):
-        text = f"{what} differs by {worst:.2g}"
+        runs = " and ".join(sorted((run for _, run in bad), key=order))
+        text = f"{what} differs by {worst:.2g} in {runs}"
     else:
-        text = f"{what} of {first} is the first to differ ({extent} differ, worst {worst:.2g})"
+        first = _module_of(name)
+        kind = next((label for kind, label in _KINDS.items() if f" {kind} " in f"{name} "), what)
+        text = f"{kind} of {first}{step} is the first to differ ({extent} differ, worst {worst:.2g})"
     if ratio is not None:
-        text += f"; {what}: exactly {ratio:.3f}x{_meaning(ratio, counts)}"
+        text += f"; {what}: {_times(ratio, counts, CLEAN_RATIO * bound)}"
     return Cause(first, ratio, text)
 
 
@@ -95,17 +102,31 @@ def _common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
     return None if math.isclose(ratio, 1.0, rel_tol=CLEAN_RATIO * bound) else ratio
 
 
-def _meaning(ratio: float, counts: dict[str, int]) -> str:
-    """` = the number of microbatches`, ` = 1 / dp`: what the ratio counts in this job."""
-    names = [name for name, n in counts.items() if n > 1 and math.isclose(ratio, n, rel_tol=1e-3)]
+def _times(ratio: float, counts: dict[str, int], tolerance: float) -> str:
+    """`exactly 3.000x, which is the number of microbatches`; as many decimals as the ratio needs."""
+    names = [name for name, n in counts.items() if n > 1 and math.isclose(ratio, n, rel_tol=tolerance)]
     names += [
-        f"1 / {name}" for name, n in counts.items() if n > 1 and math.isclose(ratio, 1 / n, rel_tol=1e-3)
+        f"1 / {name}" for name, n in counts.items() if n > 1 and math.isclose(ratio, 1 / n, rel_tol=tolerance)
     ]
-    return f", which is {' or '.join(names)}" if names else ""
+    close = 1e-3 if names else max(tolerance, 1e-8)
+    texts = (f"{ratio:.{decimals}f}" for decimals in range(3, 17))
+    text = next((text for text in texts if math.isclose(float(text), ratio, rel_tol=close)), f"{ratio:.8g}")
+    return f"exactly {text}x{', which is ' + ' or '.join(names) if names else ''}"
 
 
 def _module_of(name: str) -> str:
-    return re.sub(r"\.(weight|bias)( .*)?$", "", name)
+    """`layers.0.mlp.up` of `layers.0.mlp.up.weight exp_avg step 2`."""
+    return re.sub(r"\.(weight|bias)$", "", name.split(" ")[0])
+
+
+def _step_of(name: str) -> int:
+    found = re.search(r"step (\d+)$", name)
+    return int(found[1]) if found else 1
+
+
+def _when(key: Key) -> tuple[int, int]:
+    """When a tensor comes into being: its step, and its place in the step."""
+    return _step_of(key[1]), list(_STAGES).index(key[0])
 
 
 def _forward(name: str) -> tuple[int, int, str]:
@@ -120,14 +141,16 @@ def _backward(name: str) -> tuple[int, int, str]:
     return -part, -layer, rest
 
 
-_STAGES = (
-    ("activations", "the output", _forward),
-    ("logits", "the logits", _forward),
-    ("gradients", "the gradient", _backward),
-    ("loss", "the loss", _forward),
-    ("grad_norm", "the gradient norm", _forward),
-    ("weights_sgd", "the weight after an SGD step", _backward),
-    ("moments", "the moment", _backward),
-    ("weights_adamw", "the weight after an AdamW step", _backward),
-)
-"""In the order of cause and effect: what differs first is named."""
+_STAGES: dict[str, tuple[str, Callable[[str], tuple[int, int, str]]]] = {
+    "activations": ("the output", _forward),
+    "logits": ("the logits", _forward),
+    "gradients": ("the gradient", _backward),
+    "loss": ("the loss", _forward),
+    "grad_norm": ("the gradient norm", _forward),
+    "weights_sgd": ("the weight after an SGD step", _backward),
+    "moments": ("the moment", _backward),
+    "weights_adamw": ("the weight after an AdamW step", _backward),
+}
+"""In the order of cause and effect within a step: what differs first is named."""
+
+_KINDS = {"exp_avg": "the first moment", "exp_avg_sq": "the second moment", COUNT: "the count of updates"}

@@ -7,7 +7,7 @@ rank is compared, so replicas that drift apart show as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -18,7 +18,6 @@ from fivefold.verify.observe import Array, Observation, Piece
 QUANTITIES = (
     "loss", "logits", "gradients", "grad_norm", "buffers", "routed_experts", "weights_sgd", "weights_adamw", "moments",
 )  # fmt: skip
-NOT_JUDGED = {"activations"}
 FLOOR = 0.01
 
 Key = tuple[str, str]
@@ -69,7 +68,7 @@ def assemble(observations: Iterable[Observation]) -> dict[Key, Whole]:
     return wholes
 
 
-def compare(observations: list[Observation], reference: dict[Key, Whole]) -> Errors:
+def compare(observations: Sequence[Observation], reference: dict[Key, Whole]) -> Errors:
     """Every piece of every rank against the reference's global tensors."""
     errors = Errors()
     floors = _block_floors(reference)

@@ -1,25 +1,27 @@
-"""What one rank saw of a training step: pieces of global tensors, each with the global region that it covers.
+"""What one rank saw of its training steps: pieces of global tensors, each with the global region that it covers.
 
 Names of quantities follow the error measure: loss, logits, gradients, grad_norm, weights_sgd, weights_adamw, moments;
-`activations` (the output of the embedding and of every layer) serve to find the first module that differs.
+`activations` (the output of the embedding and of every layer) serve to find the first module that differs. Names of
+tensors end in the step: `layers.0.mlp.up.weight step 2`, `head.weight exp_avg step 1`; of scalars in the run as well:
+`sgd step 2`. Steps count from 1.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.core.events import Event
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
-from fivefold.core.sharding import ParameterRow
+from fivefold.core.sharding import ParameterRow, parameters
 from fivefold.data.batches import Dataset
 from fivefold.engine.engine import Engine
 from fivefold.engine.feed import feed
@@ -27,11 +29,16 @@ from fivefold.nn.roles import modules_with_role
 from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.mesh import Mesh
+from fivefold.strategies.context.order import local_tokens
 
 Region = tuple[slice, ...]
 Array = npt.NDArray[Any]
 
+OPTIMIZERS: Final = ("sgd", "adamw")
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNT = "updates"
+"""How often AdamW has updated a parameter, by the optimizer's own state: its bias correction depends on it."""
 NOISE = 0.1
 """Spread of norms around 1 and of biases around 0, so that a fault in them shows."""
 
@@ -53,65 +60,100 @@ class Observation:
     """Everything that one rank saw."""
 
     pieces: list[Piece] = field(default_factory=list)
-    events: Counter[Event] = field(default_factory=Counter)
-    """The ledger of the first step."""
-    modules: tuple[str, ...] = ()
-    """The modules of this rank, in forward order."""
+    events: dict[str, Counter[Event]] = field(default_factory=dict)
+    """The ledger of every step, by run and step: `sgd step 1`."""
 
 
 def observe(rank: Rank, plan: Plan, dataset: Dataset, *, seed: int, steps: int) -> Observation:
-    """Train `steps` steps with SGD and, from the same start, with AdamW; look at everything on the way."""
+    """Train `steps` steps with SGD and, from the same start, with AdamW; look at everything on the way.
+
+    Loss, gradient norm and communication of every step; what is large (activations, logits, gradients, weights,
+    moments) of the first step and of the last.
+    """
     seen = Observation()
     mesh = Mesh(plan.layout, rank.rank, rank.device)
-    for name in ("sgd", "adamw"):
+    for name in OPTIMIZERS:
         optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)
         execution = plan.execution.replace(optimizer=optimizer)
         engine = Engine(plan.replace(execution=execution), mesh, seed=seed, noise=NOISE)
-        for step in range(steps):
+        for step in range(1, steps + 1):
+            kept, run = step in kept_steps(steps), f"{name} step {step}"
             with ExitStack() as stack:
-                if name == "sgd" and step == 0:
-                    ledger = stack.enter_context(Ledger(mesh))
-                    stack.enter_context(_watching(engine, seen, dataset))
-                result = engine.step(feed(dataset, plan, mesh, step), LEARNING_RATE[name])
-                if name == "sgd" and step == 0:
-                    seen.events = ledger.events
-                    seen.pieces.append(_scalar("grad_norm", f"step {step}", result.grad_norm))
-            seen.pieces.append(_scalar("loss", f"{name} step {step}", result.loss))
-        seen.pieces += _parameters(f"weights_{name}", engine, lambda _, p: p.detach())
-        if name == "adamw":
-            for moment in ("exp_avg", "exp_avg_sq"):
-                seen.pieces += _parameters(
-                    "moments", engine, _moment(engine.data.state(), moment), f" {moment}"
-                )
-        seen.modules = tuple(n for chunk in engine.chunks.values() for n, _ in chunk.named_modules())
+                ledger = stack.enter_context(Ledger(mesh))
+                if kept and name == "sgd":
+                    stack.enter_context(_watching(engine, seen, step))
+                result = engine.step(feed(dataset, plan, mesh, step - 1), LEARNING_RATE[name])
+            seen.events[run] = ledger.events
+            seen.pieces += [_scalar("loss", run, result.loss), _scalar("grad_norm", run, result.grad_norm)]
+            if kept:
+                seen.pieces += _updated(engine, name, step)
     return seen
 
 
-def _moment(
-    state: dict[str, dict[str, Tensor]], moment: str
-) -> Callable[[ParameterRow, nn.Parameter], Tensor]:
-    return lambda row, _: state[row.name][moment]
+def kept_steps(steps: int) -> tuple[int, ...]:
+    """The steps of which whole tensors are kept: memory does not grow with the number of steps."""
+    return (1, steps) if steps > 1 else (1,)
+
+
+def kept_moments(plan: Plan, step: int) -> tuple[str, ...]:
+    """In float32 those of the first step only: later ones follow AdamW weights, which float32 leaves open to 1e-4.
+
+    The first update is near lr x sign(g) (Kingma and Ba 2015, section 2.1), so rounding decides where g is near 0.
+    """
+    return MOMENTS if step == 1 or plan.execution.dtype == "float64" else ()
+
+
+def required(plan: Plan, steps: int) -> Iterator[tuple[str, str]]:
+    """(quantity, name) of all that the ranks of any layout must have seen together: a model has nothing less."""
+    names = [row.name for row in parameters(plan.model)]
+    for step in kept_steps(steps):
+        for name in ("embedding", *(f"layers.{i}" for i in range(plan.model.layers))):
+            yield "activations", f"{name} step {step}"
+        yield "logits", f"head step {step}"
+        for name in names:
+            for quantity in ("gradients", *(f"weights_{optimizer}" for optimizer in OPTIMIZERS)):
+                yield quantity, f"{name} step {step}"
+            for kind in (*kept_moments(plan, step), COUNT):
+                yield "moments", f"{name} {kind} step {step}"
+    for optimizer in OPTIMIZERS:
+        for step in range(1, steps + 1):
+            yield "loss", f"{optimizer} step {step}"
+            yield "grad_norm", f"{optimizer} step {step}"
+
+
+def _updated(engine: Engine, optimizer: str, step: int) -> list[Piece]:
+    """Weights, and what AdamW remembers, after a step."""
+    weights = engine.data.weights()
+    pieces = [_parameter_piece(f"weights_{optimizer}", row, value, engine, step) for row, value in weights]
+    if optimizer == "adamw":
+        pieces += [
+            _parameter_piece("moments", row, value, engine, step, kind)
+            for kind, row, value in engine.data.persistent()
+            if kind in kept_moments(engine.plan, step)
+        ]
+        state = engine.data.state()
+        pieces += [
+            _scalar(
+                "moments", f"{row.tied_to or row.name} {COUNT} step {step}", float(state[row.name]["step"])
+            )
+            for row, _ in weights
+        ]
+    return pieces
 
 
 def _scalar(quantity: str, name: str, value: float) -> Piece:
     return Piece(quantity, name, (), (), np.asarray(value, dtype=np.float64))
 
 
-def _parameters(
-    quantity: str, engine: Engine, value: Callable[[ParameterRow, nn.Parameter], Tensor], suffix: str = ""
-) -> list[Piece]:
-    pairs = [pair for chunk in engine.parameters.values() for pair in chunk]
-    return [_parameter_piece(quantity, row, value(row, p), engine, suffix) for row, p in pairs]
-
-
 def _parameter_piece(
-    quantity: str, row: ParameterRow, local: Tensor, engine: Engine, suffix: str = ""
+    quantity: str, row: ParameterRow, local: Tensor, engine: Engine, step: int, kind: str = ""
 ) -> Piece:
+    """Each kind of moment is judged by its own size: squares of gradients are far smaller than gradients."""
     region = row.region(engine.plan.layout, engine.mesh.coordinate)
     inside = tuple(slice(0, part.stop - part.start) for part in region)
-    return Piece(
-        quantity, (row.tied_to or row.name) + suffix, row.shape, region, _numpy(local[inside]), row.block
-    )
+    suffix = f"{kind and ' '}{kind} step {step}"
+    name, block = (row.tied_to or row.name) + suffix, row.block + suffix
+    return Piece(quantity, name, row.shape, region, _numpy(local[inside]), block)
 
 
 def _numpy(x: Tensor) -> Array:
@@ -121,8 +163,8 @@ def _numpy(x: Tensor) -> Array:
 class _watching:
     """Collects the gradients, logits and activations of one step through hooks that touch nothing."""
 
-    def __init__(self, engine: Engine, seen: Observation, dataset: Dataset) -> None:
-        self.engine, self.seen, self.dataset = engine, seen, dataset
+    def __init__(self, engine: Engine, seen: Observation, step: int) -> None:
+        self.engine, self.seen, self.step = engine, seen, step
         self.counts: Counter[str] = Counter()
         self.hooks: list[Any] = []
 
@@ -141,28 +183,48 @@ class _watching:
             hook.remove()
 
     def _keep_gradients(self, gradients: list[tuple[ParameterRow, Tensor]]) -> None:
-        self.seen.pieces += [_parameter_piece("gradients", row, g, self.engine) for row, g in gradients]
+        self.seen.pieces += [
+            _parameter_piece("gradients", row, gradient, self.engine, self.step)
+            for row, gradient in gradients
+        ]
 
     def _keep(self, quantity: str, name: str) -> Callable[[Any, Any, Tensor], None]:
         def hook(_module: Any, _inputs: Any, out: Tensor) -> None:
             microbatch = self.counts[name]
             self.counts[name] += 1
-            shape, region = self._where(quantity, microbatch, out)
-            inside = tuple(slice(0, part.stop - part.start) for part in region)
-            self.seen.pieces.append(Piece(quantity, name, shape, region, _numpy(out[inside])))
+            shape, (rows, tokens, columns) = self._where(quantity, microbatch, out)
+            step, width = f"{name} step {self.step}", columns.stop - columns.start
+            for here, places in tokens:
+                region = rows, places, columns
+                self.seen.pieces.append(Piece(quantity, step, shape, region, _numpy(out[:, here, :width])))
 
         return hook
 
-    def _where(self, quantity: str, microbatch: int, out: Tensor) -> tuple[tuple[int, ...], Region]:
-        """Global shape and region of [rows, sequence, features]: rows by dp and microbatch, the rest by tp."""
+    def _where(
+        self, quantity: str, microbatch: int, out: Tensor
+    ) -> tuple[tuple[int, ...], tuple[slice, list[tuple[slice, slice]], slice]]:
+        """Global shape and region of [rows, sequence, features]: rows by dp and microbatch, the rest by tp and cp.
+
+        The sequence comes in pieces, each as (place in `out`, place in the sequence).
+        """
         plan, layout, at = self.engine.plan, self.engine.plan.layout, self.engine.mesh.coordinate
         batch, rows = plan.workload.global_batch, plan.execution.micro_batch
         first = at["dp"] * (batch // layout.dp) + microbatch * rows
         length, features = plan.workload.seq_len, out.shape[2]
         width = plan.model.vocab if quantity == "logits" else plan.model.hidden
-        sequence = _part(at["tp"], out.shape[1], length, cut=out.shape[1] < length)
+        places = local_tokens(length, layout, at["cp"])
+        places = places[_part(at["tp"], out.shape[1], len(places), cut=out.shape[1] < len(places))]
         columns = _part(at["tp"], features, width, cut=quantity == "logits" and layout.tp > 1)
-        return (batch, length, width), (slice(first, first + rows), sequence, columns)
+        return (batch, length, width), (slice(first, first + rows), _runs(places), columns)
+
+
+def _runs(places: Array) -> list[tuple[slice, slice]]:
+    """Ascending places as runs of neighbours: (where in `places`, which places)."""
+    runs, start = [], 0
+    for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+        runs.append((slice(start, start + len(run)), slice(int(run[0]), int(run[-1]) + 1)))
+        start += len(run)
+    return runs
 
 
 def _part(index: int, size: int, whole: int, *, cut: bool) -> slice:

@@ -6,40 +6,32 @@ verdict.passed, verdict.max_rel_err, verdict.cause
 
 from __future__ import annotations
 
-from math import lcm
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict
 
-from fivefold.core.cluster import Cluster
-from fivefold.core.events import difference, without_setup
-from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import AttentionSpec, ModelSpec
-from fivefold.core.optimizer import OptimizerConfig
+from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
 from fivefold.core.value import Value
-from fivefold.core.workload import Workload
 from fivefold.data.batches import SyntheticDataset
 from fivefold.engine.size import check_size
-from fivefold.errors import ConfigError
+from fivefold.runtime.device import check_device_count, device_kind
 from fivefold.runtime.launch import run_ranks
-from fivefold.strategies import compose
 from fivefold.verify.cause import find_cause, name_axis
+from fivefold.verify.communication import event_differences
 from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
-from fivefold.verify.observe import Observation, observe
+from fivefold.verify.observe import MOMENTS, Observation, kept_moments, observe, required
+from fivefold.verify.workload import BOUNDS, common_plans, idle_windows
 
-BOUNDS = {"float64": 1e-10, "float32": 1e-5}
-"""Largest error that is rounding. AdamW weights are judged in float64: the mere order of microbatches moves them."""
+STEPS = 2
+"""Many faults act from the second step only: a gradient that was not zeroed, a moment that was not kept."""
 
-MICRO_BATCH, MICROBATCHES, SHORTEST = 2, 3, 16
-HIDDEN, HEAD_DIM = 64, 8
-"""Widths of a shrunk model."""
 SHRINK = "use --shrink, which keeps heads, layers and features and makes everything else small"
-KEPT_COPIES = 8
-"""Parameters, gradients, moments, and what is kept of each to be compared."""
-CLIP_NORM = 0.5
-"""Below the usual first gradient norm, so that clipping acts and the weights depend on the norm."""
+KEPT_COPIES = 14
+"""Parameters, gradients, moments, and what is kept of the first and the last step to be compared."""
 
 
 class Verdict(Value):
@@ -61,8 +53,12 @@ class Verdict(Value):
     absent: tuple[str, ...]
     not_judged: tuple[str, ...]
     events_match: bool
-    """Whether every rank dispatched exactly the communication that the strategies predict."""
+    """Whether every rank dispatched exactly the communication that the strategies predict, in every step."""
     event_differences: tuple[str, ...] = ()
+    against_faults: tuple[str, ...] = ()
+    """What is wrong with the layout compared with, by itself."""
+    limits: tuple[str, ...] = ()
+    """What this comparison cannot show, whatever its outcome."""
     first_module: str | None = None
     ratio: float | None = None
     cause: str | None = None
@@ -76,7 +72,7 @@ def verify(
     against: Layout | None = None,
     *,
     dtype: Literal["float64", "float32"] = "float64",
-    steps: int = 1,
+    steps: int = STEPS,
     seed: int = 0,
     device: str = "auto",
     find_axis: bool = True,
@@ -86,6 +82,7 @@ def verify(
     Raises: UserError if one of them cannot be run at all; RankFailure if a rank breaks.
     """
     against = against or Layout.parse("dp1")
+    check_device_count(device_kind(device), max(layout.world_size, against.world_size))
     plan, reference_plan = common_plans(spec, layout, against, dtype)
     reference = Reference(reference_plan, steps=steps, seed=seed, device=device)
     return reference.judge(plan, find_axis=find_axis)
@@ -94,17 +91,21 @@ def verify(
 class Reference:
     """What one layout saw, against which any number of others are judged on the same data."""
 
-    def __init__(self, plan: Plan, *, steps: int, seed: int, device: str) -> None:
+    def __init__(self, plan: Plan, *, steps: int = STEPS, seed: int, device: str) -> None:
         check_size(plan, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
         self.plan, self.steps, self.seed, self.device = plan, steps, seed, device
-        self.wholes: dict[Key, Whole] = assemble(self._run(plan))
+        observations = self._run(plan)
+        self.wholes: dict[Key, Whole] = assemble(observations)
+        self.faults = own_faults(plan, observations, self.wholes, steps=steps)
 
     def judge(self, plan: Plan, *, find_axis: bool = True) -> Verdict:
         """Run `plan` on the same data and compare; on failure, say why."""
         check_size(plan, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
         observations = self._run(plan)
-        verdict = judge(plan, observations, self.wholes, against=self.plan.layout, steps=self.steps)
-        if verdict.passed or not find_axis or plan.layout.world_size == 1:
+        verdict = judge(
+            plan, observations, self.wholes, against=self.plan.layout, steps=self.steps, faults=self.faults
+        )
+        if verdict.passed or not find_axis or plan.layout.world_size == 1 or self.faults:
             return verdict
 
         def still_fails(layout: Layout) -> bool:
@@ -124,29 +125,36 @@ class Reference:
 
 def judge(
     plan: Plan,
-    observations: list[Observation],
+    observations: Sequence[Observation],
     reference: dict[Key, Whole],
     *,
     against: Layout | None = None,
     steps: int,
+    faults: tuple[str, ...] = (),
 ) -> Verdict:
-    """Compare what the ranks of `plan` saw with a reference on the same data; on failure, say what is known of why."""
+    """Compare what the ranks of `plan` saw with a reference on the same data; on failure, say what is known of why.
+
+    `faults`: what is wrong with the reference by itself (`own_faults`); nothing passes against one that has any.
+    """
+    against = against or Layout()
     errors = compare(observations, reference)
     lines = event_differences(plan, observations)
-    dtype = plan.execution.dtype
-    bound = BOUNDS[dtype]
-    not_judged = ("weights_adamw",) if dtype == "float32" else ()
+    bound, not_judged = BOUNDS[plan.execution.dtype], _not_judged(plan)
     quantities = {quantity: errors.of(quantity) for quantity in QUANTITIES}
     worst = max(error for quantity, error in quantities.items() if quantity not in not_judged)
-    passed = worst <= bound and not lines
-    cause = None if passed else find_cause(errors, bound, _counts(plan), lines, not_judged)
+    agrees = worst <= bound and not lines
+    cause = None if agrees else find_cause(errors, bound, _counts(plan), lines, not_judged)
+    texts = (
+        [f"the layout compared with, {against}, is itself at fault: {'; '.join(faults)}"] if faults else []
+    )
+    texts += [cause.text] if cause else []
     return Verdict(
-        passed=passed,
+        passed=agrees and not faults,
         max_rel_err=worst,
         layout=plan.layout,
-        against=against or Layout(),
+        against=against,
         model=plan.model.name,
-        dtype=dtype,
+        dtype=plan.execution.dtype,
         bound=bound,
         steps=steps,
         seq_len=plan.workload.seq_len,
@@ -156,81 +164,60 @@ def judge(
         not_judged=not_judged,
         events_match=not lines,
         event_differences=tuple(lines),
+        against_faults=faults,
+        limits=_limits(plan, against, steps),
         first_module=cause.first_module if cause else None,
         ratio=cause.ratio if cause else None,
-        cause=cause.text if cause else None,
+        cause=". Between the two, ".join(texts) or None,
     )
 
 
-def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType) -> tuple[Plan, Plan]:
-    """A small workload that is legal for both layouts, and the two plans.
+def own_faults(
+    plan: Plan, observations: Sequence[Observation], wholes: dict[Key, Whole], *, steps: int
+) -> tuple[str, ...]:
+    """What is wrong with what one layout saw, by itself.
 
-    Two sequences a microbatch, at least two microbatches on every data rank, the same global batch; a sequence that
-    both can cut and that is longer than a short attention window, where the model has so many positions.
+    Something that a model has and no rank saw (both layouts may lack it), numbers that are not finite, replicas that
+    differ, communication that is not as predicted. `wholes`: the observations assembled.
     """
-    if dtype not in BOUNDS:
-        raise ConfigError(f"verify knows the bounds of {' and '.join(BOUNDS)}, not of {dtype!r}")
-    unit = lcm(*(2 * cut.tp * cut.cp for cut in (layout, against)))
-    windows = [
-        b.attention.window
-        for b in spec.blocks
-        if isinstance(b.attention, AttentionSpec) and b.attention.window
+    faults = []
+    errors = compare(observations, wholes)
+    errors.missing = [
+        key for key in required(plan, steps) if key not in wholes or not wholes[key].covered.all()
     ]
-    wanted = max(SHORTEST, *(w + w // 2 for w in windows if w <= 64), 0)
-    longest = spec.max_positions // unit * unit or unit
-    seq_len = min(-(-wanted // unit) * unit, longest)
-    global_batch = MICRO_BATCH * MICROBATCHES * lcm(layout.dp, against.dp)
-    plans = [
-        Plan(
-            model=spec,
-            cluster=Cluster.parse("cpu"),
-            workload=Workload(seq_len=seq_len, global_batch=global_batch),
-            layout=cut,
-            execution=Execution(
-                micro_batch=MICRO_BATCH, dtype=dtype, optimizer=OptimizerConfig(clip_norm=CLIP_NORM)
-            ),
-        )
-        for cut in (layout, against)
-    ]
-    for plan in plans:
-        compose.check(plan)
-    return plans[0], plans[1]
+    not_finite = [key for key, whole in wholes.items() if not np.isfinite(whole.values).all()]
+    bound, not_judged = BOUNDS[plan.execution.dtype], _not_judged(plan)
+    worst = max(
+        (e for (quantity, _), e in errors.by_tensor.items() if quantity not in not_judged), default=0.0
+    )
+    if errors.missing:
+        faults.append(find_cause(errors, bound, {}, []).text)
+    elif not_finite:
+        quantity, name = not_finite[0]
+        faults.append(f"{len(not_finite)} of its tensors are not finite, the first is {name} ({quantity})")
+    elif not worst <= bound:
+        faults.append(f"its own ranks disagree: {find_cause(errors, bound, {}, [], not_judged).text}")
+    lines = event_differences(plan, observations)
+    if lines:
+        faults.append(f"its communication is not as predicted: {'; '.join(lines[:3])}")
+    return tuple(faults)
 
 
-def event_differences(plan: Plan, observations: list[Observation]) -> list[str]:
-    """Lines of what some rank dispatched and the strategies do not predict, or the other way round."""
-    lines = []
-    for rank, seen in enumerate(observations):
-        found = difference(compose.predict_events(plan, rank), without_setup(seen.events))
-        lines += [f"rank {rank}: {line}" for line in found]
-    return lines
+def _not_judged(plan: Plan) -> tuple[str, ...]:
+    return ("weights_adamw",) if plan.execution.dtype == "float32" else ()
 
 
-def shrink(spec: ModelSpec) -> ModelSpec:
-    """The same heads, layers and features with small widths, for verifying a layout of a large model."""
-    blocks = []
-    for block in spec.blocks:
-        attention = block.attention
-        if isinstance(attention, AttentionSpec):
-            attention = attention.replace(
-                head_dim=HEAD_DIM,
-                rope_dim=attention.rope_dim and min(attention.rope_dim, HEAD_DIM),
-                window=attention.window and min(attention.window, 24),
-            )
-        mlp = block.mlp.replace(ffn=block.mlp.ffn // _smallest_unit(block.mlp.ffn))
-        blocks.append(block.replace(attention=attention, mlp=mlp))
-    vocab = min(spec.vocab, 512 + spec.vocab % 512)
-    return spec.replace(name=f"{spec.name} (shrunk)", hidden=HIDDEN, vocab=vocab, blocks=tuple(blocks))
-
-
-def _smallest_unit(ffn: int) -> int:
-    """The largest odd or power-of-two factor to divide a width by that leaves at least 64 and keeps powers of two."""
-    unit = 1
-    for factor in range(2, ffn // 64 + 1):
-        rest = ffn // factor
-        if ffn % factor == 0 and (rest & -rest) >= min(ffn & -ffn, 64):
-            unit = factor
-    return unit
+def _limits(plan: Plan, against: Layout, steps: int) -> tuple[str, ...]:
+    """What a comparison of these two cannot show, in words."""
+    length = plan.workload.seq_len
+    limits = [f"the window of {window} was not exercised: sequence {length}" for window in idle_windows(plan)]
+    if kept_moments(plan, steps) != MOMENTS:
+        limits.append(f"in {plan.execution.dtype} moments are judged after the first step only")
+    if plan.layout == against:
+        limits.append(f"{against} was compared with itself: only what differs from run to run can show")
+    elif against.world_size > 1:
+        limits.append(f"a fault that {plan.layout} and {against} share does not show: neither is one device")
+    return tuple(limits)
 
 
 def _counts(plan: Plan) -> dict[str, int]:

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from fivefold.catalog import models
 from fivefold.cli.model import command
+from fivefold.core.model_spec import require_plain_decoder
 from fivefold.errors import ModelError
 
 
@@ -70,3 +71,18 @@ def test_list() -> None:
     listed = json.loads(run("list", "--json"))["models"]
     assert [entry["name"] for entry in listed] == models.names()
     assert "tiny-llama" in run("list")
+
+
+def test_list_says_what_can_be_trained() -> None:
+    """Exactly the models that a decoder can be built for."""
+    listed = {entry["name"]: entry for entry in json.loads(run("list", "--json"))["models"]}
+    for name, entry in listed.items():
+        assert entry["runs_here"] == (entry["reason"] is None)
+        if entry["runs_here"]:
+            require_plain_decoder(models.preset(name))
+        else:
+            with pytest.raises(ModelError) as caught:
+                require_plain_decoder(models.preset(name))
+            assert entry["reason"] == str(caught.value)
+    assert (listed["tiny-llama"]["runs_here"], listed["gpt2"]["runs_here"]) == (True, False)
+    assert "runs here" in run("list")

@@ -71,7 +71,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             st.sampled_from(["gpipe", "1f1b", "bfs", "zbh1", "zbv", "dualpipev", "custom"])
         )
         chunks = 2 if fields["schedule"] in ("zbv", "dualpipev") else 1
-        if fields["schedule"] in ("1f1b", "bfs"):
+        if fields["schedule"] in ("1f1b", "bfs", "custom"):
             chunks = fields["chunks"] = draw(st.integers(1, 3))
         stages = fields["pp"] * chunks  # type: ignore[operator]
         listed = st.lists(st.integers(1, 99), min_size=stages, max_size=stages).map(tuple)
@@ -211,6 +211,10 @@ def test_size_cuts_groups_in_runs() -> None:
     assert layout.groups("tp", size=2) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert layout.group_of("tp", 6, size=2) == (6, 7)
     assert layout.groups("tp", size=4) == layout.groups("tp")
+    assert layout.groups("tp", size=2, across=True) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert layout.group_of("tp", 6, size=2, across=True) == (4, 6)
+    assert layout.groups("tp", size=4, across=True) == tuple((rank,) for rank in range(8))
+    assert layout.groups("tp", size=1, across=True) == layout.groups("tp")
     with pytest.raises(LayoutError, match=r"groups of 3 do not divide tp = 4 .*nearest: 2 or 4"):
         layout.groups("tp", size=3)
 
@@ -309,6 +313,12 @@ REFUSED_TEXT = {
     "dp1234567890": "10 digits; at most 9",
     "dp999999999": "needs 999999999 ranks; at most 16777216",
     "dp4x": "cannot read 'x'; write dp4",
+    "dp2tp2": "tokens are separated by spaces; write 'dp2 tp2'",
+    "dp2,tp2": "write 'dp2 tp2'",
+    "dp2xtp2xpp2": "write 'dp2 tp2 pp2'",
+    "dp2, tp2": "write 'dp2'",
+    "dp2pp2:gpipe@flops": "write 'dp2 pp2:gpipe@flops'",
+    "cp2:ringetp2ep2nosp": "write 'cp2:ring etp2 ep2 nosp'",
     "zero1/x": r"cannot read '/x'; write zeroK/G \(nearest: zero1\)",
     "zero4": "zero takes 0, 1, 2 or 3, got 4; nearest: 3",
     "dp8 zero0/4": "zero0 shards nothing.*nearest: zero1/4",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core.workload import Workload
-from fivefold.errors import ConfigError
+from fivefold.errors import ConfigError, WorkloadError
 
 
 def test_tokens() -> None:
@@ -26,3 +26,15 @@ def test_tokens() -> None:
 def test_refusals(data: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Workload.read(data, where="job")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 10**9}, "1000000000 tokens in a sequence .* at most 134217728"),
+        ({"global_batch": 10**7}, "10000000 sequences in a step .* at most 1000000"),
+    ],
+)
+def test_endless_steps_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        Workload(**{"seq_len": 8, "global_batch": 1, **changes})

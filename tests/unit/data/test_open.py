@@ -92,7 +92,7 @@ def test_tokenizers_of_a_mixture_must_agree(folders: Path) -> None:
         path = make_tokenizer(folders / f"t{n}", vocab=vocab)
         run(folders / "c.txt", folders / f"bpe{n}", tokenizer=str(path))
     for pair in (("a", "bpe0"), ("bpe0", "bpe1"), ("bpe0", "c.txt")):
-        with pytest.raises(DataError, match="different tokenizers; a mixture needs one"):
+        with pytest.raises(DataError, match="different tokenizers; a run needs one"):
             open_data(sources(folders, *((name, 1) for name in pair)), 8, 0)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
-from fivefold.nn.attention import AttentionCore
+from fivefold.nn.attention import AttentionCore, Mask
 from fivefold.nn.decoder import Decoder
 
 B, N, K, S, H = 2, 6, 2, 9, 4
@@ -50,8 +50,24 @@ def test_against_one_query_at_a_time(window: int | None, padding: str | None) ->
     }[padding]
     q, k, v = qkv()
     torch.testing.assert_close(
-        AttentionCore(window)(q, k, v, valid), by_hand(q, k, v, window, valid), rtol=1e-12, atol=1e-12
+        AttentionCore(window)(q, k, v, None if valid is None else Mask(valid)), by_hand(q, k, v, window, valid), rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_separate_documents_are_computed_as_if_alone(window: int | None) -> None:
+    """Through a decoder: a row of two documents and padding gives each document the logits that it has by itself."""
+    attention = AttentionSpec(heads=4, kv_heads=2, head_dim=6, window=window)
+    block = BlockSpec(attention=attention, mlp=MLPSpec(ffn=24))
+    model = Decoder(ModelSpec(name="tiny", hidden=16, vocab=31, blocks=(block,) * 2)).double()
+    tokens = torch.randint(31, (2, S), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 4 + [1] * 3 + [-1] * 2, [5] * S])
+    places = torch.arange(S)[None]
+    together = model(tokens, places, Mask(documents_BS=documents))
+    for row, part in ((0, slice(0, 4)), (0, slice(4, 7)), (0, slice(7, 8)), (0, slice(8, 9)), (1, slice(0, S))):
+        alone = model(tokens[row : row + 1, part], torch.arange(part.stop - part.start)[None])
+        torch.testing.assert_close(together[row : row + 1, part], alone, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(together[0, 4:7], model(tokens, places)[0, 4:7])
 
 
 @pytest.mark.parametrize("window", [S, S + 1, 10**9])
@@ -80,7 +96,7 @@ def test_a_row_without_any_valid_token_stays_finite(window: int | None, dtype: t
     model = Decoder(ModelSpec(name="tiny", hidden=16, vocab=31, blocks=(block,) * 2)).to(dtype)
     tokens = torch.randint(31, (2, S), generator=torch.Generator().manual_seed(0))
     valid = torch.stack((torch.zeros(S, dtype=torch.bool), torch.ones(S, dtype=torch.bool)))
-    logits = model(tokens, torch.arange(S)[None], valid)
+    logits = model(tokens, torch.arange(S)[None], Mask(valid))
     assert logits.isfinite().all()
     model.loss(logits, tokens, valid).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -92,4 +108,4 @@ def test_a_row_without_any_valid_token_stays_finite(window: int | None, dtype: t
 def test_gradients_with_a_mask() -> None:
     q, k, v = qkv(requires_grad=True)
     valid = torch.arange(S) >= torch.tensor([[3], [0]])
-    assert torch.autograd.gradcheck(lambda *x: AttentionCore(4)(*x, valid), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: AttentionCore(4)(*x, Mask(valid)), (q, k, v))

@@ -328,3 +328,32 @@ def test_worst_error_lets_nan_win() -> None:
     assert layout("dp2", max_rel_err=1e-7, loss_max_rel_err=2e-7).worst_err == 2e-7
     assert math.isnan(layout("dp2", max_rel_err=math.inf, loss_max_rel_err=math.nan).worst_err or 0)
     assert failed("dp2", "x").worst_err is None
+
+
+def test_a_busy_machine_makes_times_doubtful() -> None:
+    """On 2 cores beside one other process: dp1 has a core of its own, two ranks do not, four are marked anyway."""
+    busy = lab(layout("dp1"), layout("dp2"), layout("dp2 tp2"), load_at_start=0.9)
+    assert [one.layout for one in busy.disturbed] == ["dp2"]
+    page = Page(render(busy)).words
+    assert "load 0.90 in the minute before, 2 cores, up to 4 ranks" in page
+    assert "Doubtful times: the machine was busy when the lab began" in page
+    console = Console(width=120, record=True)
+    console.print(summary_table(busy))
+    text = console.export_text()
+    assert "2 ~" in text
+    assert "4 *" in text
+    assert "~ doubtful times" in text
+    assert LabResult.model_validate_json(busy.model_dump_json()).disturbed == busy.disturbed
+
+
+@pytest.mark.parametrize("load", [None, 0.0, 0.4])
+def test_an_idle_machine_is_only_mentioned(load: float | None) -> None:
+    idle = lab(layout("dp1"), layout("dp2"), load_at_start=load)
+    assert idle.disturbed == ()
+    assert "Doubtful" not in Page(render(idle)).words
+    console = Console(width=120, record=True)
+    console.print(summary_table(idle))
+    assert (
+        f"load {'–' if load is None else f'{load:.2f}'} in the minute before, 2 cores"
+        in console.export_text()
+    )

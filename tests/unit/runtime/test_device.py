@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fivefold.errors import LaunchError
 from fivefold.runtime import device as module
 from fivefold.runtime.device import Device, Stopwatch, check_device_count, device_kind, select_device
 from fivefold.runtime.launch import run_ranks
+from fivefold.units import MIB
 
 CPU = Device(torch.device("cpu"))
 
@@ -54,7 +56,7 @@ def test_a_driver_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_accelerators")
 def test_fewer_accelerators_than_ranks() -> None:
     check_device_count("cuda", 2)
-    check_device_count("cpu", 4096)
+    check_device_count("cpu", 16)
     message = "^4 ranks need 4 cuda devices, this machine has 2; use a layout of at most 2 ranks"
     with pytest.raises(LaunchError, match=message):
         run_ranks(lambda rank: None, ranks=4)
@@ -74,3 +76,24 @@ def test_stopwatch_sums_by_label_and_forgets_on_reset() -> None:
     assert 0.01 <= first["pp"] < 0.3
     assert clock.seconds() == {}
     assert first["tp"] > 0, "what was read does not change with the clock"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "free_mib", "message"),
+    [
+        (64, 4096, None),
+        (128, 4096, None),
+        (129, 10**6, "129 ranks, this machine starts at most 128 on its CPU; use a layout of fewer ranks"),
+        (64, 320, "64 ranks, 10 fit: each takes about 32 MiB beside the model, 320 MiB of memory are free"),
+    ],
+)
+def test_ranks_on_the_cpu_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, free_mib: int, message: str | None
+) -> None:
+    memory = SimpleNamespace(available=free_mib * MIB)
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: memory)
+    if message is None:
+        check_device_count("cpu", ranks)
+        return
+    with pytest.raises(LaunchError, match=message):
+        check_device_count("cpu", ranks)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import LaunchError, RankFailure
-from fivefold.runtime.launch import _one_line, joined_rank, run_ranks, under_launcher
+from fivefold.runtime.launch import one_line, joined_rank, run_ranks, under_launcher
 
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
@@ -99,8 +99,8 @@ def test_under_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.text())
-def test_a_failure_is_told_in_one_line(text: str) -> None:
-    line = _one_line(ValueError(text))
+def test_a_failure_is_told_inone_line(text: str) -> None:
+    line = one_line(ValueError(text))
     assert line.startswith("ValueError")
     assert len(line.splitlines()) == 1
     assert len(str(RankFailure(3, line)).splitlines()) == 1

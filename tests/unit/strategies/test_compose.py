@@ -162,14 +162,9 @@ def test_every_layer_is_on_one_stage() -> None:
     [
         ("tp3", {}, LayoutError, "tp3 does not fit tiny: heads = 8"),
         ("pp5", {}, LayoutError, "5 pipeline stages but tiny has 4 layers"),
-        ("dp2 zero2", {}, LayoutError, "zero2 cannot be run yet"),
-        (
-            "pp2:1f1b*2",
-            {},
-            LayoutError,
-            r"schedule 1f1b\*2 cannot be run yet; schedules that can: gpipe, 1f1b",
-        ),
-        ("pp2:zbv", {}, LayoutError, "schedule zbv.* cannot be run yet"),
+        ("dp2 ep2", {}, LayoutError, "ep2 etp1 cannot be run yet"),
+        ("pp3:1f1b*2", {}, LayoutError, "6 pipeline stages but tiny has 4 layers"),
+        ("pp2:custom", {}, LayoutError, "needs its actions"),
         ("dp3", {}, WorkloadError, "global batch 16 is not a multiple of dp3 x micro-batch 2 = 6"),
         (
             "dp1",

@@ -38,6 +38,16 @@ def test_example_names_every_key_with_its_default() -> None:
     assert sorted(keys) == sorted(valid_keys())
 
 
+def test_actions_are_read_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "actions.csv"
+    path.write_text("# rank 0, then rank 1\n0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    config = load("layout=pp2:custom", f"actions={path}", "global_batch=2")
+    assert config.execution.actions == ("0F0, 0F1, 0B0, 0B1", "1F0, 1B0, 1F1, 1B1")
+    path.write_text("0F0, oops")
+    with pytest.raises(ConfigError, match=r"actions .*actions.csv, line 1, column 6: expected chunk"):
+        load("layout=pp2:custom", f"actions={path}")
+
+
 def test_overrides_reach_every_kind_of_value() -> None:
     config = load_config(
         EXAMPLE,
@@ -98,9 +108,15 @@ def test_json_round_trip() -> None:
         ("optimizer=sgd", "(got 'sgd')"),
         ("dtype=float16", "dtype: Input should be 'float32', 'float64' or 'bfloat16' (got 'float16')"),
         ("optimizer.momentum=0.9", "momentum does nothing with adamw; leave it at 0.0 or change name"),
-        ("micro_batch=0", "micro_batch: Input should be an integer of at least 1, or 'auto' (got 0)"),
-        ("micro_batch=yes", "micro_batch: Input should be an integer of at least 1, or 'auto' (got True)"),
-        ("micro_batch=all", "micro_batch: Input should be an integer of at least 1, or 'auto' (got 'all')"),
+        ("micro_batch=0", "micro_batch: Input should be an integer from 1 to 1000000, or 'auto' (got 0)"),
+        (
+            "micro_batch=yes",
+            "micro_batch: Input should be an integer from 1 to 1000000, or 'auto' (got True)",
+        ),
+        (
+            "micro_batch=all",
+            "micro_batch: Input should be an integer from 1 to 1000000, or 'auto' (got 'all')",
+        ),
         ("log.records=3", "log.records: Input should be a valid string (got 3)"),
         ("model=7", "model: Input should be a valid string (got 7)"),
     ],

@@ -35,7 +35,7 @@ def cause(
 
 def test_missing_tensors_come_first() -> None:
     missing = tuple((q, n) for q, n in zip(["gradients"] * 5, "abcde"))
-    found = cause({("loss", "step 0"): 1.0}, missing=missing)
+    found = cause({("loss", "sgd step 1"): 1.0}, missing=missing)
     assert found.text == "no rank holds all of a (gradients), b (gradients), c (gradients) and 2 more"
     assert found.first_module == "a"
 
@@ -48,7 +48,7 @@ def test_the_first_module_in_forward_order() -> None:
             ("activations", "layers.10"): 0.5,
             ("logits", "head"): 0.5,
             ("gradients", "layers.0.mlp.down.weight"): 0.5,
-            ("loss", "sgd step 0"): 0.5,
+            ("loss", "sgd step 1"): 0.5,
         }
     )
     assert found.first_module == "layers.2"  # by number, not as text
@@ -86,6 +86,25 @@ def test_a_clean_ratio_and_what_it_counts(ratio: float, meaning: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (1.0001, "exactly 1.0001x"),
+        (1 - 2e-5, "exactly 0.99998x"),
+        (1 + 3e-8, "exactly 1.00000003x"),
+        (2.0003, "exactly 2.0003x"),  # not 2.000x, which would be tp
+        (-1.0, "exactly -1.000x"),
+        (1 / 3, "exactly 0.333x, which is 1 / the number of microbatches"),
+        (1 / 7, "exactly 0.142857143x"),
+        (3e-5, "exactly 0.00003x"),
+    ],
+)
+def test_a_ratio_has_the_decimals_that_it_needs(ratio: float, said: str) -> None:
+    """Never `exactly 1.000x`, and never a name for a number that it is not."""
+    key: Key = ("gradients", "a.weight")
+    assert cause({key: 0.5}, shares={key: (ratio, 1e-16)}).text.endswith(f": {said}")
+
+
+@pytest.mark.parametrize(
     "shares",
     [
         [(3.0, 0.5), (3.0, 0.0)],  # one tensor is not a multiple
@@ -113,14 +132,14 @@ def test_a_nan_differs() -> None:
 
 
 def test_scalars_are_named_as_such() -> None:
-    key = ("grad_norm", "step 0")
+    key = ("grad_norm", "sgd step 1")
     assert cause({key: 0.25}, shares={key: (0.75, 0.0)}).text.startswith("the gradient norm differs by 0.25")
 
 
 def test_order_of_cause_and_effect() -> None:
     keys = [
         ("gradients", "a"),
-        ("grad_norm", "step 0"),
+        ("grad_norm", "sgd step 1"),
         ("weights_sgd", "a"),
         ("moments", "a"),
         ("weights_adamw", "a"),
@@ -128,6 +147,38 @@ def test_order_of_cause_and_effect() -> None:
     words = ["gradient of a", "gradient norm", "after an SGD step", "moment of a", "after an AdamW step"]
     for first, word in enumerate(words):
         assert word in cause(dict.fromkeys(keys[first:], 1.0)).text
+
+
+def test_an_earlier_step_comes_before_an_earlier_part_of_a_step() -> None:
+    late = {("activations", "layers.0 step 2"): 0.5, ("gradients", "a.weight step 2"): 0.5}
+    early = {("weights_adamw", "layers.1.mlp.up.weight step 1"): 0.5}
+    good = {("gradients", "a.weight step 1"): 0.0}
+    text = "the weight after an AdamW step of layers.1.mlp.up in step 1 is the first to differ (1 of 1 differ"
+    assert cause({**late, **early, **good}).text.startswith(text)
+    found = cause({**late, **good, ("gradients", "b.weight step 10"): 0.5})
+    assert found.text.startswith("the output of layers.0 in step 2 is the first to differ (1 of 1")
+    assert found.first_module == "layers.0"
+    del late["activations", "layers.0 step 2"]
+    assert "the gradient of a in step 2 is the first to differ (1 of 1" in cause({**late, **good}).text
+
+
+def test_scalars_name_their_runs() -> None:
+    found = cause({("loss", f"{name} step {n}"): n / 10 for name in ("sgd", "adamw") for n in (0, 2, 3)})
+    assert found.text == "the loss differs by 0.2 in adamw step 2 and sgd step 2"
+    assert found.first_module is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("exp_avg", "the first moment"),
+        ("exp_avg_sq", "the second moment"),
+        ("updates", "the count of updates"),
+    ],
+)
+def test_kinds_of_moments_are_told_apart(kind: str, said: str) -> None:
+    found = cause({("moments", f"layers.2.mlp.up.weight {kind} step 2"): 0.5})
+    assert found.text.startswith(f"{said} of layers.2.mlp.up in step 2 is the first to differ")
 
 
 def test_what_is_not_judged_is_no_cause() -> None:

@@ -1,128 +1,28 @@
-"""The workload that verify chooses, the small model that it makes of a large one, and its verdict."""
+"""The verdict on what ranks saw, made by hand: what passes, what does not, and what is said of it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from fivefold.catalog.models import names, preset
 from fivefold.core.events import Event
-from fivefold.core.execution import microbatches
 from fivefold.core.layout import Layout
-from fivefold.core.model_counts import parameter_counts
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, beyond_plain_decoder
-from fivefold.engine.size import check_size
-from fivefold.errors import ConfigError, LayoutError
-from fivefold.strategies import compose
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from fivefold.core.plan import Plan
 from fivefold.verify.compare import QUANTITIES, assemble
-from fivefold.verify.observe import Observation, Piece
-from fivefold.verify.verify import SHRINK, common_plans, judge, shrink
+from fivefold.verify.observe import Observation, Piece, kept_steps, required
+from fivefold.verify.verify import Verdict, judge, own_faults
+from fivefold.verify.workload import common_plans
 
 
-def model(heads: int = 8, layers: int = 6, window: int | None = None, max_positions: int = 4096) -> ModelSpec:
-    attention = AttentionSpec(heads=heads, kv_heads=2, head_dim=8, window=window)
-    block = BlockSpec(attention=attention, mlp=MLPSpec(ffn=32))
-    return ModelSpec(name="m", hidden=32, vocab=50, blocks=(block,) * layers, max_positions=max_positions)
-
-
-def plans(one: str, other: str = "dp1", spec: ModelSpec | None = None, dtype: str = "float64"):
-    return common_plans(spec or model(), Layout.parse(one), Layout.parse(other), dtype)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("dp1", "dp1"),
-        ("dp4", "dp1"),
-        ("dp2", "dp3"),
-        ("dp6 tp2", "dp4"),
-        ("tp8 pp3", "dp5"),
-        ("pp6:gpipe", "tp4"),
-    ],
-)
-def test_the_workload_is_legal_for_both_and_shows_faults(one: str, other: str) -> None:
-    first, second = plans(one, other)
-    assert first.workload == second.workload
-    for plan in (first, second):
-        compose.check(plan)
-        assert plan.execution.micro_batch >= 2
-        assert microbatches(plan.workload, plan.layout, plan.execution) >= 2
-        assert plan.workload.seq_len >= 16
-        assert plan.execution.optimizer.clip_norm is not None
-    assert (first.layout, second.layout) == (Layout.parse(one), Layout.parse(other))
-
-
-@pytest.mark.parametrize(("window", "shortest"), [(7, 16), (24, 36), (64, 96), (4096, 16)])
-def test_the_sequence_is_longer_than_a_short_window(window: int, shortest: int) -> None:
-    """A window that no sequence reaches would hide a fault in it; a long one would take too long."""
-    seq_len = plans("tp2", spec=model(window=window))[0].workload.seq_len
-    assert shortest <= seq_len < shortest + 4
-    assert seq_len % 4 == 0
-
-
-def test_a_model_with_few_positions() -> None:
-    assert plans("tp2", spec=model(max_positions=11))[0].workload.seq_len == 8
-    with pytest.raises(LayoutError, match="16 exceeds the 11 positions"):
-        plans("tp8", spec=model(max_positions=11))
-
-
-def test_bounds_are_known_for_two_dtypes() -> None:
-    with pytest.raises(ConfigError, match="float64 and float32, not of 'bfloat16'"):
-        plans("tp2", dtype="bfloat16")
-
-
-RUNNABLE = [name for name in names() if not beyond_plain_decoder(preset(name))]
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_a_shrunk_model_keeps_what_a_layout_cuts(name: str) -> None:
-    large = preset(name)
-    small = shrink(large)
-    assert parameter_counts(small)["total_parameters"] < 25e6
-    assert (small.layers, small.tied_embeddings) == (large.layers, large.tied_embeddings)
-    for mine, theirs in zip(small.blocks, large.blocks, strict=True):
-        assert isinstance(mine.attention, AttentionSpec)
-        assert isinstance(theirs.attention, AttentionSpec)
-        for field in ("heads", "kv_heads", "qkv_bias", "output_bias", "qk_norm"):
-            assert getattr(mine.attention, field) == getattr(theirs.attention, field)
-        assert (mine.attention.window is None) == (theirs.attention.window is None)
-    check_size(plans("tp2", spec=small)[0], what="verifying", advice=SHRINK)
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-@pytest.mark.parametrize("text", ["tp2", "tp4", "tp8", "tp3", "pp2", "pp7"])
-def test_a_shrunk_model_is_legal_where_the_large_one_is(name: str, text: str) -> None:
-    def legal(spec: ModelSpec) -> bool:
-        try:
-            plans(text, spec=spec)
-        except LayoutError:
-            return False
-        return True
-
-    assert legal(shrink(preset(name))) == legal(preset(name))
-
-
-@pytest.mark.parametrize("name", names())
-def test_any_preset_can_be_shrunk(name: str) -> None:
-    """Also those that cannot be run, so that the reason why is told, and not that of shrinking."""
-    assert beyond_plain_decoder(shrink(preset(name))) == beyond_plain_decoder(preset(name))
-
-
-def test_a_rotation_wider_than_a_shrunk_head() -> None:
-    block = BlockSpec(
-        attention=AttentionSpec(heads=4, kv_heads=4, head_dim=80, rope_dim=32), mlp=MLPSpec(ffn=64)
-    )
-    small = shrink(model().replace(blocks=(block,)))
-    assert beyond_plain_decoder(small) == ("rotation of a part of the head",)
-
-
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
-    plan = plans("dp4", spec=preset("llama-3.1-70b"))[0]
-    with pytest.raises(ConfigError, match=r"70\.6 G parameters\) under dp4 .* free here") as caught:
-        check_size(plan, what="verifying", advice=SHRINK)
-    assert str(caught.value).endswith(SHRINK)
+def plan(text: str = "dp1", dtype: str = "float64", window: int | None = None) -> Plan:
+    attention = AttentionSpec(heads=8, kv_heads=2, head_dim=8, window=window)
+    blocks = (BlockSpec(attention=attention, mlp=MLPSpec(ffn=32)),) * 2
+    spec = ModelSpec(name="m", hidden=32, vocab=50, blocks=blocks)
+    return common_plans(spec, Layout.parse(text), Layout(), dtype)[0]  # type: ignore[arg-type]
 
 
 def observation(gradient: float = 1.0, adamw: float = 1.0, events: int = 0) -> Observation:
@@ -130,11 +30,20 @@ def observation(gradient: float = 1.0, adamw: float = 1.0, events: int = 0) -> O
     del values["buffers"], values["routed_experts"]
     pieces = [Piece(q, "a.weight", (), (), np.asarray(v)) for q, v in values.items()]
     extra = Event("backward", "tp", "all_reduce", "float64", 8)
-    return Observation(pieces, Counter({extra: events} if events else {}))
+    return Observation(pieces, {"sgd step 1": Counter(), "sgd step 2": Counter({extra: events})})
 
 
-def verdict(seen: Observation, dtype: str = "float64"):
-    return judge(plans("dp1", dtype=dtype)[0], [seen], assemble([observation()]), steps=1)
+def verdict(
+    seen: Observation, dtype: str = "float64", *, faults: tuple[str, ...] = (), against: str = "dp1"
+) -> Verdict:
+    return judge(
+        plan(dtype=dtype),
+        [seen],
+        assemble([observation()]),
+        against=Layout.parse(against),
+        steps=2,
+        faults=faults,
+    )
 
 
 def test_verdict_of_equals() -> None:
@@ -170,6 +79,111 @@ def test_adamw_weights_are_judged_in_float64_only() -> None:
 def test_unexpected_communication_is_a_failure() -> None:
     chatty = verdict(observation(events=2))
     assert (chatty.passed, chatty.events_match, chatty.max_rel_err) == (False, False, 0.0)
-    line = "rank 0: backward tp all_reduce float64 8 B: predicted none, recorded 2 (unexpected)"
+    event = "backward tp all_reduce float64 8 B: predicted none, recorded 2 (unexpected)"
+    line = f"rank 0, sgd step 2: {event}"
     assert chatty.event_differences == (line,)
     assert chatty.cause == f"the numbers agree, the communication does not: {line}"
+
+
+def test_nothing_passes_against_a_layout_that_is_at_fault() -> None:
+    """Even if the two agree; what else differs is told as well."""
+    faulty = verdict(observation(), faults=("its own ranks disagree: x", "y"), against="tp2")
+    assert (faulty.passed, faulty.max_rel_err, faulty.first_module) == (False, 0.0, None)
+    assert faulty.cause == "the layout compared with, tp2, is itself at fault: its own ranks disagree: x; y"
+    assert faulty.against_faults == ("its own ranks disagree: x", "y")
+    both = verdict(observation(gradient=3.0), faults=("x",))
+    assert both.cause is not None
+    assert both.cause.startswith(
+        "the layout compared with, dp1, is itself at fault: x. Between the two, the gradient"
+    )
+    assert both.first_module == "a"
+
+
+def test_what_a_comparison_cannot_show_is_told() -> None:
+    def limits(text: str, against: str, *, dtype: str = "float64", window: int | None = None) -> str:
+        seen, wholes = [observation()] * Layout.parse(text).world_size, assemble([observation()])
+        one = plan(text, dtype, window)
+        return "; ".join(judge(one, seen, wholes, against=Layout.parse(against), steps=2).limits)
+
+    assert limits("tp2", "dp1") == ""
+    assert limits("tp2", "dp1", window=24) == ""
+    assert limits("tp2", "dp1", window=4096) == "the window of 4096 was not exercised: sequence 16"
+    assert limits("tp2", "pp2") == "a fault that tp2 and pp2 share does not show: neither is one device"
+    assert "dp1 was compared with itself" in limits("dp1", "dp1")
+    assert limits("tp2", "dp1", dtype="float32") == "in float32 moments are judged after the first step only"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def complete(one: Plan, leave_out: str = "-", **values: float) -> Iterator[Piece]:
+    """A number for each thing that must have been seen, but for names with `leave_out`; `values` by quantity."""
+    for quantity, name in required(one, 2):
+        if leave_out not in name:
+            yield Piece(quantity, name, (1,), (slice(0, 1),), np.asarray([values.get(quantity, 1.0)]))
+
+
+def faults(one: Plan, *ranks: Observation) -> str:
+    return "; ".join(own_faults(one, ranks, assemble(ranks), steps=2))
+
+
+def test_a_whole_layout_has_no_faults() -> None:
+    assert faults(plan(), Observation(list(complete(plan())))) == ""
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("layers.1", "layers.1 step 1 (activations)"),
+        ("layers.0.mlp.down.weight", "layers.0.mlp.down.weight step 1 (gradients)"),
+        ("head step", "head step 1 (logits)"),
+        ("adamw step 2", "adamw step 2 (loss)"),
+        ("norm.weight updates step 2", "norm.weight updates step 2 (moments)"),
+    ],
+)
+def test_what_no_rank_saw_is_a_fault_also_if_both_layouts_lack_it(part: str, named: str) -> None:
+    seen = Observation(list(complete(plan(), leave_out=part)))
+    assert judge(plan(), [seen], assemble([seen]), steps=2).passed  # against itself, nothing is missing
+    assert "no rank holds all of" in faults(plan(), seen)
+    assert named in faults(plan(), seen)
+
+
+def test_a_part_that_no_rank_saw_is_a_fault() -> None:
+    half = Piece("gradients", "norm.weight step 2", (2,), (slice(0, 1),), np.ones(1))
+    seen = Observation([*complete(plan(), leave_out="norm.weight step 2"), half])
+    assert "norm.weight step 2 (gradients)" in faults(plan(), seen)
+
+
+def test_replicas_that_differ_are_a_fault() -> None:
+    good, bad = Observation(list(complete(plan()))), Observation(list(complete(plan(), weights_sgd=1.5)))
+    assert faults(plan("dp2"), good, good) == ""
+    for ranks in ((good, bad), (bad, good)):
+        assert "its own ranks disagree: the weight after an SGD step of" in faults(plan("dp2"), *ranks)
+    close = Observation(list(complete(plan(), weights_sgd=1 + 1e-11)))
+    assert faults(plan("dp2"), good, close) == ""
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("float64", True), ("float32", False)])
+def test_adamw_weights_of_replicas_are_judged_in_float64_only(dtype: str, found: bool) -> None:
+    one = plan("dp2", dtype)
+    ranks = [Observation(list(complete(one, weights_adamw=value))) for value in (1.0, 1 + 2e-5)]
+    assert ("after an AdamW step" in faults(one, *ranks)) == found
+    assert bool(faults(one, *ranks)) == found
+
+
+def test_what_is_not_finite_is_a_fault() -> None:
+    seen = Observation(list(complete(plan(), loss=float("nan"))))
+    assert faults(plan(), seen) == ("4 of its tensors are not finite, the first is sgd step 1 (loss)")
+
+
+def test_communication_that_is_not_predicted_is_a_fault() -> None:
+    extra = Event("backward", "tp", "all_reduce", "float64", 8)
+    seen = Observation(list(complete(plan())), {"sgd step 1": Counter(), "sgd step 2": Counter({extra: 1})})
+    assert faults(plan(), seen) == (
+        "its communication is not as predicted: rank 0, sgd step 2: backward tp all_reduce float64 8 B: "
+        "predicted none, recorded 1 (unexpected)"
+    )
+
+
+def test_whole_tensors_are_kept_of_the_first_and_the_last_step() -> None:
+    assert [kept_steps(n) for n in (1, 2, 7)] == [(1,), (1, 2), (1, 7)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fivefold.core.families import dense, moe
 from fivefold.core.model_config import Fields
-from fivefold.core.model_spec import ModelSpec
+from fivefold.core.model_spec import RUNS, ModelSpec
 from fivefold.errors import ModelError, nearest
 
 Build = Callable[[Fields], ModelSpec]
@@ -64,7 +64,7 @@ def find_family(
             known = nearest(str(classes[0]), _BY_CLASS)
             raise ModelError(
                 f"{where}: 'architectures' names {str(classes[0])[:80]!r}, which is not supported{known}; "
-                f"supported: {', '.join(sorted(_BY_CLASS))}"
+                f"can be run: {RUNS}; can be sized as well: {', '.join(sorted(_BY_CLASS))}"
             )
         differs = isinstance(model_type, str) and model_type in FAMILIES and model_type != family
         notes = (
@@ -77,5 +77,6 @@ def find_family(
     found = f"{model_type[:80]!r}" if isinstance(model_type, str) else "missing"
     known = nearest(model_type, FAMILIES) if isinstance(model_type, str) else ""
     raise ModelError(
-        f"{where}: {field} {found} is not supported{known}; supported: {', '.join(sorted(FAMILIES))}"
+        f"{where}: {field} {found} is not supported{known}; can be run: {RUNS}; can be sized as well: "
+        f"{', '.join(sorted(FAMILIES))}"
     )

@@ -8,6 +8,7 @@ values; their gradients are summed once per step over {first, last} stage (axis 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fivefold.core.events import Event, Events
@@ -15,18 +16,34 @@ from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.sharding import ParameterRow
 from fivefold.errors import LayoutError
+from fivefold.strategies.pipeline.actions import Action, parse_actions
+from fivefold.strategies.pipeline.check import check_actions
 from fivefold.strategies.pipeline.placement import stage_layers
-from fivefold.strategies.pipeline.schedules import SCHEDULES, Action
 
 
 def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    """Raises: LayoutError for a schedule that cannot be run yet, or a placement that does not fit the layers."""
-    if layout.schedule not in SCHEDULES or layout.chunks > 1:
-        chunks = f"*{layout.chunks}" if layout.chunks > 1 else ""
-        raise LayoutError(
-            f"schedule {layout.schedule}{chunks} cannot be run yet; schedules that can: {', '.join(SCHEDULES)}"
-        )
+    """Raises: LayoutError for more stages than layers, or a placement that does not add up to the layers."""
     stage_layers(spec, layout, seq_len)
+
+
+def check_schedule(layout: Layout, microbatches: int, actions: Sequence[str] | None) -> None:
+    """Whether a custom schedule has its actions, and they are a training step; every other takes any microbatches.
+
+    Raises: LayoutError for actions that are missing, not asked for, incomplete, out of order or in a deadlock;
+    ConfigError for lines that are no actions.
+    """
+    if layout.schedule != "custom":
+        if actions is not None:
+            raise LayoutError(
+                f"actions are given, but {layout} has the schedule {layout.schedule}; "
+                f"write pp{max(layout.pp, 2)}:custom, or leave them out"
+            )
+        return
+    if actions is None:
+        raise LayoutError(
+            f"{layout} needs its actions, a file with a line for each of {layout.pp} pipeline ranks"
+        )
+    check_actions(parse_actions("\n".join(actions)), layout, microbatches)
 
 
 def place(

@@ -9,31 +9,40 @@ from torch import Tensor, nn
 
 from fivefold.core.sharding import ParameterRow
 from fivefold.nn.roles import DECODER_ROLES, modules_with_role, replace_module
+from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.tensor import rules
-from fivefold.strategies.tensor.linear import ColumnParallel, RowParallel
+from fivefold.strategies.tensor.linear import ColumnParallel, Cut, RowParallel
 from fivefold.strategies.tensor.vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyLoss
 
 
-def apply(model: nn.Module, mesh: Mesh, vocab: int, roles: Mapping[str, str] = DECODER_ROLES) -> None:
+LINEARS = {"column": ColumnParallel, "row": RowParallel, "head": VocabularyHead}
+
+
+def apply(
+    model: nn.Module,
+    mesh: Mesh,
+    vocab: int,
+    roles: Mapping[str, str] = DECODER_ROLES,
+    *,
+    deferred: DeferredGradients | None = None,
+) -> None:
     """Replace the modules that tensor parallelism changes. At tp = 1 nothing is touched.
 
     The parameters keep their names; their local shapes are those of the parameter table.
+    `deferred`: where a zero-bubble schedule collects weight gradients; linear maps are replaced even at tp = 1 then.
     """
-    axis, sp = mesh.axis("tp"), mesh.layout.sequence_parallel
-    if axis.degree == 1:
+    axis = mesh.axis("tp")
+    if axis.degree == 1 and deferred is None:
         return
-    replacements = {
-        "column": ColumnParallel,
-        "row": RowParallel,
-        "embedding": VocabularyEmbedding,
-        "head": VocabularyHead,
-    }
+    cut = Cut(axis, mesh.layout.sequence_parallel, deferred)
+    replacements = LINEARS if axis.degree == 1 else {**LINEARS, "embedding": VocabularyEmbedding}
     for role, replacement in replacements.items():
         for name, module in modules_with_role(model, role, roles):
-            replace_module(model, name, replacement(module, axis, sequence_parallel=sp))
-    for name, _ in modules_with_role(model, "loss", roles):
-        replace_module(model, name, VocabularyLoss(axis, vocab))
+            replace_module(model, name, replacement(module, cut))
+    if axis.degree > 1:
+        for name, _ in modules_with_role(model, "loss", roles):
+            replace_module(model, name, VocabularyLoss(axis, vocab))
 
 
 def sum_gradients(gradients: list[tuple[ParameterRow, Tensor]], mesh: Mesh) -> None:

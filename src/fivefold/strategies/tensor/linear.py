@@ -7,7 +7,9 @@
 
 What overlaps in a column's backward: x is gathered while dx is computed, dx travels while the weight gradients are
 computed. The gathered input is never kept: only this rank's S/tp tokens are saved (Korthikanti et al. 2022, 4.2.2).
-The weight gradients are a callable of their own, so that a schedule may run them later than the input gradient.
+The weight gradients are a callable of their own: where a schedule collects them (`runtime/deferred.py`) it runs later
+than the input gradient, and the gather of x with it. A row keeps its gathered dy for it, rather than gather it twice.
+At degree 1 nothing is communicated: zero-bubble schedules use the same modules then.
 
 Shape letters: B batch, S sequence, D input features, O output features; a local sequence is S/tp under SP.
 """
@@ -15,6 +17,7 @@ Shape letters: B batch, S sequence, D input features, O output features; a local
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +25,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.nn.layers import Projections
-from fivefold.runtime.mesh import Axis
+from fivefold.runtime.deferred import DeferredGradients
+from fivefold.runtime.mesh import Axis, Handle
 
 SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Over which ranks linear maps are cut, and what becomes of their weight gradients."""
+
+    axis: Axis
+    sequence_parallel: bool
+    deferred: DeferredGradients | None = None
+    """Where a schedule collects weight gradients; None: they are computed in backward."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients are being collected now."""
+        return self.deferred is not None and self.deferred.collecting
 
 
 class ColumnParallel(nn.Module):
@@ -33,18 +52,18 @@ class ColumnParallel(nn.Module):
     Shapes: x [B, S/tp, D] (SP) or [B, S, D] -> one [B, S, O_i/tp] per linear.
     """
 
-    def __init__(self, projections: nn.Module, axis: Axis, *, sequence_parallel: bool) -> None:
+    def __init__(self, projections: nn.Module, cut: Cut) -> None:
         super().__init__()
         assert isinstance(projections, Projections)
         for name, child in projections.named_children():
             self.add_module(name, child)
-        self._axis, self._sp = axis, sequence_parallel
+        self._cut = cut
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
         linears = list(self.children())
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears]
-        return column_linear(x_BSD, weights, biases, self._axis, self._sp)  # type: ignore[arg-type]
+        return column_linear(x_BSD, weights, biases, self._cut)  # type: ignore[arg-type]
 
 
 class RowParallel(nn.Module):
@@ -53,73 +72,92 @@ class RowParallel(nn.Module):
     Shapes: x [B, S, D/tp] -> [B, S/tp, O] (SP) or [B, S, O].
     """
 
-    def __init__(self, linear: nn.Module, axis: Axis, *, sequence_parallel: bool) -> None:
+    def __init__(self, linear: nn.Module, cut: Cut) -> None:
         super().__init__()
         assert isinstance(linear, nn.Linear)
         self.weight, self.bias = linear.weight, linear.bias
-        self._axis, self._sp = axis, sequence_parallel
+        self._cut = cut
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        y_BSO: Tensor = _RowLinear.apply(x_BSD, self.weight, self._axis, self._sp)
+        y_BSO: Tensor = _RowLinear.apply(x_BSD, self.weight, self._cut)
         return y_BSO if self.bias is None else y_BSO + self.bias
 
 
 def column_linear(
-    x_BSD: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    axis: Axis,
-    sequence_parallel: bool,
+    x_BSD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], cut: Cut
 ) -> tuple[Tensor, ...]:
     """Apply every (weight, bias) to the same gathered input. Comm and shapes: see the head of this file."""
-    return _ColumnLinear.apply(x_BSD, axis, sequence_parallel, len(weights), *weights, *biases)  # type: ignore[no-any-return]
+    return _ColumnLinear.apply(x_BSD, cut, len(weights), *weights, *biases)  # type: ignore[no-any-return]
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, sp: bool, n: int, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, cut: Cut, n: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = parameters[:n], parameters[n:]
-        full = axis.all_gather(x, SEQUENCE_DIM) if sp else x
-        ctx.axis, ctx.sp, ctx.has_bias = axis, sp, [bias is not None for bias in biases]
+        full = cut.axis.all_gather(x, SEQUENCE_DIM) if cut.sequence_parallel else x
+        ctx.cut, ctx.parameters = cut, parameters
         ctx.save_for_backward(x, *weights)
         return tuple([F.linear(full, w, b) for w, b in zip(weights, biases)])  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        axis, sp = ctx.axis, ctx.sp
-        gathering = axis.all_gather_start(x, SEQUENCE_DIM) if sp else None
+        cut, biases = ctx.cut, ctx.parameters[len(weights) :]
+        axis, later = cut.axis, cut.defers
+        gathering = axis.all_gather_start(x, SEQUENCE_DIM) if cut.sequence_parallel and not later else None
         dx = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:]):
             dx = dx + grad @ weight
-        reducing = axis.reduce_scatter_start(dx, SEQUENCE_DIM) if sp else axis.all_reduce_start(dx)
+        reducing = _sum_start(dx, cut)
 
         def weight_gradients() -> list[Tensor | None]:
-            full = gathering.wait() if gathering is not None else x
+            if gathering is not None:
+                full = gathering.wait()
+            else:
+                full = axis.all_gather(x, SEQUENCE_DIM) if cut.sequence_parallel else x
             dw: list[Tensor | None] = [weight_gradient(grad, full) for grad in grads]
-            db = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, ctx.has_bias)]
+            db = [None if bias is None else grad.flatten(0, -2).sum(0) for grad, bias in zip(grads, biases)]
             return dw + db
 
-        parameter_grads = weight_gradients()
-        return reducing.wait(), None, None, None, *parameter_grads
+        if later:
+            cut.deferred.keep(ctx.parameters, weight_gradients)
+            parameter_grads: list[Tensor | None] = [None] * len(ctx.parameters)
+        else:
+            parameter_grads = weight_gradients()
+        return dx if reducing is None else reducing.wait(), None, None, *parameter_grads
+
+
+def _sum_start(dx: Tensor, cut: Cut) -> Handle | None:
+    """Begin to sum the input gradient over the axis; None at degree 1."""
+    if cut.axis.degree == 1:
+        return None
+    return (
+        cut.axis.reduce_scatter_start(dx, SEQUENCE_DIM)
+        if cut.sequence_parallel
+        else cut.axis.all_reduce_start(dx)
+    )
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sp: bool) -> Tensor:
-        ctx.axis, ctx.sp = axis, sp
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
+        ctx.cut, ctx.weight = cut, weight
         ctx.save_for_backward(x, weight)
         partial = F.linear(x, weight)
-        return axis.reduce_scatter(partial, SEQUENCE_DIM) if sp else axis.all_reduce(partial)
+        if cut.sequence_parallel:
+            return cut.axis.reduce_scatter(partial, SEQUENCE_DIM)
+        return cut.axis.all_reduce(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        full = ctx.axis.all_gather(grad, SEQUENCE_DIM) if ctx.sp else grad
+        cut = ctx.cut
+        full = cut.axis.all_gather(grad, SEQUENCE_DIM) if cut.sequence_parallel else grad
         dx = full @ weight
-        return dx, weight_gradient(full, x), None, None
+        if not cut.defers:
+            return dx, weight_gradient(full, x), None
+        cut.deferred.keep([ctx.weight], lambda: [weight_gradient(full, x)])
+        return dx, None, None
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

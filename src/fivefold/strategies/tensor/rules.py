@@ -40,12 +40,11 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
             f"tp{tp} does not fit {spec.name}: {name} = {size} is not divisible by {tp}; "
             f"nearest legal tp: {nearest_numbers(tp, legal)}"
         )
-    if layout.sequence_parallel and seq_len % (tp * layout.cp):
-        step = tp * layout.cp
-        below = seq_len // step * step
-        nearest = " or ".join(str(length) for length in (below, below + step) if length)
+    if layout.sequence_parallel and layout.cp == 1 and seq_len % tp:  # with cp: a rule of context parallelism
+        below = seq_len // tp * tp
+        nearest = " or ".join(str(length) for length in (below, below + tp) if length)
         raise LayoutError(
-            f"sequence length {seq_len} is not divisible by tp*cp = {step}, which sequence parallelism needs; "
+            f"sequence length {seq_len} is not divisible by tp = {tp}, which sequence parallelism needs; "
             f"nearest: {nearest}, or add 'nosp'"
         )
 
@@ -102,7 +101,7 @@ def predict_chunk(
     dtype: str,
     itemsize: int,
 ) -> Events:
-    """Events of one microbatch (`tokens` = b*S) through one virtual stage, forward and backward.
+    """Events of one microbatch (`tokens` = b*S, under cp b*S/cp) through one virtual stage, forward and backward.
 
     Per layer with SP:    forward 2 all-gathers + 2 reduce-scatters, backward 4 all-gathers (two of them gather the
                           input again, which is not kept) + 2 reduce-scatters, each b*S*D*x bytes.

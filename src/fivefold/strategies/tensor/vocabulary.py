@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from fivefold.runtime.collectives import all_reduce, reduce_scatter
 from fivefold.runtime.mesh import Axis
-from fivefold.strategies.tensor.linear import SEQUENCE_DIM, column_linear
+from fivefold.strategies.tensor.linear import SEQUENCE_DIM, Cut, column_linear
 
 
 class VocabularyEmbedding(nn.Module):
     """Shapes: tokens_BS -> [B, S/tp, D] (SP) or [B, S, D]. Weight: [ceil(V/tp), D]."""
 
-    def __init__(self, embedding: nn.Module, axis: Axis, *, sequence_parallel: bool) -> None:
+    def __init__(self, embedding: nn.Module, cut: Cut) -> None:
         super().__init__()
         assert isinstance(embedding, nn.Embedding)
         self.weight = embedding.weight
-        self._axis, self._sp = axis, sequence_parallel
+        self._axis, self._sp = cut.axis, cut.sequence_parallel
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         rows = self.weight.shape[0]
@@ -44,14 +44,14 @@ class VocabularyEmbedding(nn.Module):
 class VocabularyHead(nn.Module):
     """Shapes: x [B, S/tp, D] (SP) or [B, S, D] -> this rank's logits [B, S, ceil(V/tp)]."""
 
-    def __init__(self, head: nn.Module, axis: Axis, *, sequence_parallel: bool) -> None:
+    def __init__(self, head: nn.Module, cut: Cut) -> None:
         super().__init__()
         assert isinstance(head, nn.Linear)
         self.weight = head.weight
-        self._axis, self._sp = axis, sequence_parallel
+        self._cut = cut
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return column_linear(x_BSD, [self.weight], [None], self._axis, self._sp)[0]
+        return column_linear(x_BSD, [self.weight], [None], self._cut)[0]
 
 
 class VocabularyLoss(nn.Module):

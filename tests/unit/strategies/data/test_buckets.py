@@ -12,6 +12,9 @@ from fivefold.errors import LayoutError
 from fivefold.strategies.data import rules
 
 LAYOUT = Layout.parse("dp2")
+NUMBERS = rules.Numbers(
+    bucket_bytes=10**9, dtype="float32", itemsize=4, grad_dtype="float32", grad_itemsize=4, gather_once=False
+)
 
 
 def rows(sizes: list[int]) -> list[ParameterRow]:
@@ -53,7 +56,7 @@ def test_every_row_once_in_reverse_order(sizes: list[int], bucket_bytes: int, it
 
 def test_prediction_covers_every_local_byte() -> None:
     table = [rules.place(row, LAYOUT) for row in rows([5, 9, 2, 7])]
-    events = rules.predict_reduction(table, LAYOUT, 10**9, "float32", 4)
+    events = rules.predict(table, LAYOUT, NUMBERS, "FB")
     assert sum(event.bytes * n for event, n in events.items()) == (5 + 9 + 2 + 7) * 4
     assert {(e.phase, e.axis, e.op, e.dtype) for e in events} == {("reduce", "data", "all_reduce", "float32")}
 
@@ -62,14 +65,12 @@ def test_one_data_rank_reduces_nothing() -> None:
     row = rows([5])[0]
     assert rules.place(row, Layout.parse("tp2")) is row
     assert rules.place(row, LAYOUT).sums == {"data": None}
-    assert not rules.predict_reduction([row], Layout.parse("tp2"), 10**9, "float32", 4)
+    assert not rules.predict([row], Layout.parse("tp2"), NUMBERS, "FB")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dp2 zero1", "zero1 cannot be run yet; use zero0"),
-        ("cp2", "cp2 cannot be run yet; use cp1"),
         ("dp2 ep2", "ep2 etp1 cannot be run yet; use ep1"),
     ],
 )

@@ -1,117 +1,223 @@
-"""Schedules against a simulation: what runs, in which order, with how many in flight, and how idle.
+"""Schedules against their papers, torch's own lists and a simulation: what runs, in which order, how much is held.
 
-p pipeline ranks, m microbatches, r a rank.
+p pipeline ranks, m microbatches, v chunks on each rank, r a rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.pipelining import schedules as theirs
 
 from fivefold.core.layout import Layout
+from fivefold.errors import LayoutError
+from fivefold.strategies.pipeline.actions import COMPUTATIONS, Action, lower
+from fivefold.strategies.pipeline.check import check_actions
 from fivefold.strategies.pipeline.schedules import (
     SCHEDULES,
-    Action,
+    InFlight,
     bubble_frac,
+    computations,
     in_flight,
-    lower,
+    in_flight_bound,
     rank_actions,
 )
 
-RANKS = range(1, 9)
-MICROBATCHES = range(1, 13)
-NAMES = sorted(SCHEDULES)
+RANKS = range(2, 9)
+MICROBATCHES = (*range(1, 14), 16, 19, 31)
+NAMES = ("gpipe", "1f1b", "1f1b*2", "1f1b*3", "1f1b*4", "bfs", "bfs*3", "zbh1", "zbv", "dualpipev")
+
+every_schedule = pytest.mark.parametrize("name", NAMES)
+every_size = pytest.mark.parametrize("p", RANKS)
+
+
+def layout(name: str, p: int) -> Layout:
+    return Layout.parse(f"pp{p}:{name}")
 
 
 def lowered(name: str, p: int, m: int) -> list[list[Action]]:
-    return [lower(SCHEDULES[name](r, p, m), lambda chunk: chunk, p) for r in range(p)]
+    cut = layout(name, p)
+    return lower(computations(cut, m), cut.owner_of, cut.stages)
 
 
-@pytest.mark.parametrize("text", ["dp1", "pp2", "pp4:gpipe", "dp2 tp2 pp3"])
+def test_every_schedule_of_a_layout_is_tried_here() -> None:
+    assert {name.partition("*")[0] for name in NAMES} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("text", ["dp1", "pp2", "pp4:gpipe", "dp2 tp2 pp3", "pp3:1f1b*2", "dp2 pp4:zbv"])
 def test_a_layout_has_the_lists_of_its_schedule(text: str) -> None:
-    layout = Layout.parse(text)
-    lists = [rank_actions(layout, r, 6) for r in range(layout.pp)]
-    assert lists == lowered(layout.schedule, layout.pp, 6)
+    cut = Layout.parse(text)
+    lists = [rank_actions(cut, r, 6) for r in range(cut.pp)]
+    assert lists == lower(SCHEDULES[cut.schedule](cut.pp, cut.chunks, 6), cut.owner_of, cut.stages)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", RANKS)
-def test_every_rank_runs_each_forward_and_backward_once(name: str, p: int) -> None:
+@every_schedule
+@every_size
+def test_every_microbatch_goes_through_every_chunk_once(name: str, p: int) -> None:
+    cut = layout(name, p)
     for m in MICROBATCHES:
-        for r, actions in enumerate(lowered(name, p, m)):
-            assert all(action.chunk == r for action in actions)
-            for kind in ("F", "B"):
-                assert [a.microbatch for a in actions if a.kind == kind] == list(range(m))
+        lists = computations(cut, m)
+        counts = Counter(action for actions in lists for action in actions)
+        assert set(counts.values()) == {1}
+        split = {(a.chunk, a.microbatch) for a in counts if a.kind == "I"}
+        for chunk in range(cut.stages):
+            actions = lists[cut.owner_of(chunk)]
             for j in range(m):
-                assert actions.index(Action("F", r, j)) < actions.index(Action("B", r, j))
-            assert actions[-1] == Action("REDUCE_GRAD", r, -1)
-            assert [a.kind for a in actions].count("REDUCE_GRAD") == 1
+                kinds = "FIW" if (chunk, j) in split else "FB"
+                places = [actions.index(Action(kind, chunk, j)) for kind in kinds]  # type: ignore[arg-type]
+                assert places == sorted(places)
+        assert sum(counts.values()) == m * cut.stages * 2 + len(split)
+        check_actions(lists, cut, m)
+        check_actions(lower(lists, cut.owner_of, cut.stages), cut, m)
 
 
-@pytest.mark.parametrize("p", RANKS)
-def test_microbatches_in_flight(p: int) -> None:
-    """1F1B: min(m, p - r) on rank r (Narayanan et al. 2021, section 2.2.1); GPipe: m (Huang et al. 2019)."""
+@every_schedule
+@every_size
+def test_the_bound_of_what_is_held_is_reached_and_kept(name: str, p: int) -> None:
+    cut = layout(name, p)
     for m in MICROBATCHES:
-        for r in range(p):
-            assert in_flight(lowered("1f1b", p, m)[r]) == min(m, p - r)
-            assert in_flight(lowered("gpipe", p, m)[r]) == m
+        counted = [in_flight(actions) for actions in computations(cut, m)]
+        assert counted == [in_flight_bound(cut, r, m) for r in range(p)], f"m = {m}"
+
+
+@every_size
+def test_published_memory(p: int) -> None:
+    """Activations of m = 4p microbatches, in those of one microbatch of a whole rank.
+
+    1F1B p - r (Narayanan et al. 2021, 2.2.1); interleaved (1 + (p - 1) / (p v)) p on rank 0 (Korthikanti et al. 2022,
+    arXiv:2205.05198, 4.2.3); ZB-H1 no more than 1F1B's rank 0 (Qi et al. 2023, 3.1); ZBV p (the same, section 6);
+    DualPipeV p + 1/2, its README's PP + 1 stages of PP = 2p.
+    """
+    m = 4 * p
+    most = {
+        name: [
+            in_flight(actions).stashed / layout(name, p).chunks
+            for actions in computations(layout(name, p), m)
+        ]
+        for name in NAMES
+    }
+    assert most["gpipe"] == most["bfs*3"] == [m] * p
+    assert most["1f1b"] == [p - r for r in range(p)]
+    for v in (2, 3, 4):
+        assert most[f"1f1b*{v}"][0] == pytest.approx(p * (1 + (p - 1) / (p * v)))
+    assert most["zbh1"] == [p] * p
+    assert most["zbv"] == [p] * p
+    assert most["dualpipev"] == [p + 0.5] * p
 
 
 def test_the_published_list_of_1f1b() -> None:
     """p = 4, m = 8: three warm-up forwards on rank 0, none on rank 3 (figure 4 of Narayanan et al. 2021)."""
-    first = [f"{a.kind}{a.microbatch}" for a in SCHEDULES["1f1b"](0, 4, 8)]
-    assert " ".join(first) == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
-    last = [f"{a.kind}{a.microbatch}" for a in SCHEDULES["1f1b"](3, 4, 8)]
-    assert " ".join(last) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"
+    lists = [[f"{a.kind}{a.microbatch}" for a in actions] for actions in computations(layout("1f1b", 4), 8)]
+    assert " ".join(lists[0]) == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
+    assert " ".join(lists[3]) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", RANKS)
+def test_the_published_list_of_zb_h1() -> None:
+    """p = 4: as many forwards first as in 1F1B, and rank 3 puts off three W (figure 3 of Qi et al. 2023)."""
+    lists = [[f"{a.kind}{a.microbatch}" for a in actions] for actions in computations(layout("zbh1", 4), 6)]
+    assert " ".join(lists[0]) == "F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5"
+    assert " ".join(lists[3]) == "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5"
+
+
+def torchs(name: str, p: int, m: int) -> list[list[Action]]:
+    """The computations that torch.distributed.pipelining makes of the same schedule."""
+    classes = {
+        "1f1b": theirs.ScheduleInterleaved1F1B,
+        "zbv": theirs.ScheduleZBVZeroBubble,
+        "dualpipev": theirs.ScheduleDualPipeV,
+    }
+    cut = layout(name, p)
+    rounds = max(1, m // p)
+    self = SimpleNamespace(
+        pp_group_size=p, _n_microbatches=m, n_local_stages=cut.chunks, num_stages=cut.stages,
+        number_of_rounds=rounds, microbatches_per_round=m // rounds,
+    )  # fmt: skip
+    make = classes[cut.schedule]._calculate_single_rank_operations
+    lists = []
+    for r in range(p):
+        cells = [cell for cell in make(self, r) if cell is not None]  # type: ignore[arg-type]
+        whole = [one for cell in cells for one in (cell.sub_actions or (cell,))]
+        lists.append([Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in whole])  # type: ignore[arg-type]
+    return lists
+
+
+@pytest.mark.parametrize("name", ["1f1b*2", "1f1b*3", "zbv", "dualpipev"])
+@every_size
+def test_torch_makes_the_same_lists(name: str, p: int) -> None:
+    for m in MICROBATCHES:
+        if name == "dualpipev" and m < 2 * p:
+            continue  # refused there
+        if name.startswith("1f1b") and m % max(1, m // p):
+            continue  # refused there
+        assert computations(layout(name, p), m) == torchs(name, p, m), f"m = {m}"
+
+
+@every_schedule
+@every_size
 def test_sends_and_receives_pair_in_order(name: str, p: int) -> None:
-    """On each directed edge the k-th send meets the k-th receive, of the same microbatch."""
+    """On each directed edge the k-th send meets the k-th receive, of the same microbatch; nothing else is sent."""
+    cut = layout(name, p)
     for m in MICROBATCHES:
         lists = lowered(name, p, m)
-        for r in range(p - 1):
-            for kind, source, target in (("F", r, r + 1), ("B", r + 1, r)):
-                sent = [a.microbatch for a in lists[source] if a.kind == f"SEND_{kind}"]
-                received = [a.microbatch for a in lists[target] if a.kind == f"RECV_{kind}"]
-                assert sent == received == list(range(m))
-        kinds = Counter(a.kind for actions in lists for a in actions)
-        assert kinds["SEND_F"] == kinds["RECV_F"] == kinds["SEND_B"] == kinds["RECV_B"] == (p - 1) * m
+        messages = 0
+        for way, step in (("F", 1), ("B", -1)):
+            for source in range(cut.stages):
+                target = source + step
+                if not 0 <= target < cut.stages or cut.owner_of(source) == cut.owner_of(target):
+                    continue
+                actions, others = lists[cut.owner_of(source)], lists[cut.owner_of(target)]
+                sent = [a.microbatch for a in actions if a[:2] == (f"SEND_{way}", source)]
+                received = [a.microbatch for a in others if a[:2] == (f"RECV_{way}", target)]
+                assert sent == received
+                assert sorted(sent) == list(range(m))
+                messages += 2 * m
+        assert messages == sum(a.kind[:4] in ("SEND", "RECV") for actions in lists for a in actions)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", RANKS)
+@every_schedule
+@every_size
 def test_messages_travel_while_a_rank_computes(name: str, p: int) -> None:
     """A receive is posted before the computation ahead of its own; a send follows its own at once."""
-    for m in MICROBATCHES:
+    for m in (1, 3, p, 2 * p + 1):
         for actions in lowered(name, p, m):
-            computations = [a for a in actions if a.kind in ("F", "B")]
-            for i, action in enumerate(actions):
-                kind, _, way = action.kind.partition("_")
-                if kind == "RECV":
-                    done = sum(a.kind in ("F", "B") for a in actions[:i])
-                    assert computations.index(Action(way, *action[1:])) in (done, done + 1)
-                    assert done == 0 or computations.index(Action(way, *action[1:])) == done + 1
-                if kind == "SEND":
-                    before = [a for a in actions[:i] if a.kind in ("F", "B")]
-                    assert before[-1] == Action(way, *action[1:])
+            own = [a for a in actions if a.kind in COMPUTATIONS]
+            for i, (kind, chunk, j) in enumerate(actions):
+                done = [a for a in actions[:i] if a.kind in COMPUTATIONS]
+                made = (("F", chunk, j),) if kind[-1] == "F" else (("B", chunk, j), ("I", chunk, j))
+                if kind.startswith("RECV"):
+                    use = next(own.index(Action(*one)) for one in made if Action(*one) in own)  # type: ignore[arg-type]
+                    assert use - len(done) in ((0, 1) if not done else (1,))
+                if kind.startswith("SEND"):
+                    assert done[-1] in made
+
+
+@every_schedule
+def test_gradients_are_reduced_once_all_of_a_chunk_are_there(name: str) -> None:
+    cut = layout(name, 4)
+    for r, actions in enumerate(lowered(name, 4, 5)):
+        for chunk in cut.virtual_stages_of(r):
+            at = actions.index(Action("REDUCE_GRAD", chunk, -1))
+            gradients = [i for i, a in enumerate(actions) if a.kind in ("B", "W") and a.chunk == chunk]
+            assert max(gradients) < at
+            assert not any(a.kind in COMPUTATIONS for a in actions[max(gradients) + 1 : at])
+        assert Counter(a.kind for a in actions)["REDUCE_GRAD"] == cut.chunks
 
 
 class Rendezvous:
     """Executes lowered lists where a send ends only when its receive is posted, the strictest of backends.
 
-    A rank waits for the message that a computation reads, for the forward message whose gradient it has read, and
-    for the previous gradient before it sends the next.
+    A rank waits for the message that a computation reads, and for the forward message whose gradient it has read.
+    With `sends_in_turn` it also waits for the previous gradient of a chunk before it sends the next.
     """
 
-    def __init__(self, lists: list[list[Action]]) -> None:
-        self.lists = lists
+    def __init__(self, lists: list[list[Action]], cut: Layout, *, sends_in_turn: bool = False) -> None:
+        self.lists, self.cut, self.sends_in_turn = lists, cut, sends_in_turn
         self.position = [0] * len(lists)
         self.posted: set[tuple[str, int, int]] = set()
         self.sent: set[tuple[str, int, int]] = set()
-        self.done: set[Action] = set()
+        self.done: set[tuple[str, int, int]] = set()
 
     def run(self) -> bool:
         """Whether every rank comes to its end."""
@@ -122,35 +228,44 @@ class Rendezvous:
 
     def advance(self, r: int) -> bool:
         start = self.position[r]
-        while self.position[r] < len(self.lists[r]) and self.ready(self.lists[r][self.position[r]]):
-            kind, chunk, j = action = self.lists[r][self.position[r]]
+        while self.position[r] < len(self.lists[r]) and self.ready(*self.lists[r][self.position[r]]):
+            kind, chunk, j = self.lists[r][self.position[r]]
             if kind.startswith("RECV"):
                 self.posted.add((kind[-1], chunk, j))
             elif kind.startswith("SEND"):
-                assert Action(kind[-1], chunk, j) in self.done, "a message is sent after it was made"  # type: ignore[arg-type]
+                assert (kind[-1], chunk, j) in self.done, "a message is sent after it was made"
                 self.sent.add((kind[-1], chunk + (1 if kind == "SEND_F" else -1), j))
-            self.done.add(action)
+            self.done.add(("B" if kind == "I" else kind, chunk, j))
             self.position[r] += 1
         return self.position[r] > start
 
-    def ready(self, action: Action) -> bool:
-        kind, chunk, j = action
+    def arrived(self, way: str, chunk: int, j: int, source: int) -> bool:
+        """Whether (chunk, j) can read what `source` made."""
+        if self.cut.owner_of(source) == self.cut.owner_of(chunk):
+            return (way, source, j) in self.done
+        return (way, chunk, j) in self.sent & self.posted
+
+    def ready(self, kind: str, chunk: int, j: int) -> bool:
         if kind == "F":
-            return chunk == 0 or ("F", chunk, j) in self.sent & self.posted
-        if kind == "B":
-            last = len(self.lists) - 1
-            forward_arrived = chunk == last or ("F", chunk + 1, j) in self.posted
-            return forward_arrived and (chunk == last or ("B", chunk, j) in self.sent & self.posted)
-        if kind == "SEND_B":
+            return chunk == 0 or self.arrived("F", chunk, j, chunk - 1)
+        if kind in ("B", "I"):
+            if chunk == self.cut.stages - 1:
+                return True
+            local = self.cut.owner_of(chunk + 1) == self.cut.owner_of(chunk)
+            sent = local or ("F", chunk + 1, j) in self.posted
+            return sent and self.arrived("B", chunk, j, chunk + 1)
+        if kind == "W":
+            return ("B", chunk, j) in self.done
+        if kind == "SEND_B" and self.sends_in_turn:
             return j == 0 or ("B", chunk - 1, j - 1) in self.posted
         return True
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", RANKS)
+@every_schedule
+@every_size
 def test_no_deadlock(name: str, p: int) -> None:
-    for m in MICROBATCHES:
-        run = Rendezvous(lowered(name, p, m))
+    for m in (1, 2, 3, p - 1, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1):
+        run = Rendezvous(lowered(name, p, m), layout(name, p))
         assert run.run(), f"m = {m}: some rank waits for ever, at {run.position}"
         assert run.sent == run.posted
 
@@ -159,52 +274,32 @@ def test_the_simulation_finds_a_deadlock() -> None:
     """Two ranks that each want the other's message first."""
     first, last = lowered("1f1b", 2, 2)
     order = [a for a in first if a.kind != "SEND_F"] + [a for a in first if a.kind == "SEND_F"]
-    assert not Rendezvous([order, last]).run()
+    assert not Rendezvous([order, last], layout("1f1b", 2)).run()
 
 
-def finish_times(name: str, p: int, m: int, cost: dict[str, float]) -> list[float]:
-    """When each rank is done, with messages that take no time."""
-    lists = [SCHEDULES[name](r, p, m) for r in range(p)]
-    end: dict[Action, float] = {}
-    free, todo = [0.0] * p, [0] * p
-    while todo != [len(actions) for actions in lists]:
-        for r in range(p):
-            if todo[r] == len(lists[r]):
-                continue
-            action = lists[r][todo[r]]
-            source = r + (-1 if action.kind == "F" else 1)
-            needs = Action(action.kind, source, action.microbatch)
-            if 0 <= source < p and needs not in end:
-                continue
-            free[r] = end[action] = max(free[r], end.get(needs, 0.0)) + cost[action.kind]
-            todo[r] += 1
-    return free
+def test_waiting_for_a_send_could_deadlock() -> None:
+    """Why a runtime may wait for what a computation reads, but not for an earlier send.
 
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", RANKS)
-@pytest.mark.parametrize("backward", [1.0, 2.0])
-def test_bubble_formula(name: str, p: int, backward: float) -> None:
-    """Idle share of all ranks over the whole run, with equal stages."""
-    for m in MICROBATCHES:
-        total = max(finish_times(name, p, m, {"F": 1.0, "B": backward}))
-        assert 1 - m * (1.0 + backward) / total == pytest.approx(bubble_frac(p, m), abs=1e-12)
-
-
-def test_chunks_on_one_rank_exchange_nothing() -> None:
-    """A pipeline folded in two: chunks 1 and 2 are neighbours on rank 1."""
-    owner = {0: 0, 1: 1, 2: 1, 3: 0}.__getitem__
-    computations = [Action("F", 1, 0), Action("F", 2, 0), Action("B", 2, 0), Action("B", 1, 0)]
-    kinds = [str(action) for action in lower(computations, owner, 4)]
-    assert kinds == [
-        "RECV_F(1,0)", "F(1,0)", "RECV_B(2,0)", "F(2,0)", "SEND_F(2,0)",
-        "B(2,0)", "REDUCE_GRAD(2)", "B(1,0)", "SEND_B(1,0)", "REDUCE_GRAD(1)",
-    ]  # fmt: skip
+    Breadth first, rank 1 computes many gradients of chunk 5 before it receives its first of chunk 3.
+    """
+    lists, cut = lowered("bfs*3", 2, 7), layout("bfs*3", 2)
+    assert Rendezvous(lists, cut).run()
+    assert not Rendezvous(lists, cut, sends_in_turn=True).run()
 
 
 def test_in_flight_counts_the_most_at_one_time() -> None:
-    actions = [
-        Action(k, 0, j)
-        for k, j in (("F", 0), ("B", 0), ("F", 1), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3))
-    ]  # type: ignore[arg-type]
-    assert in_flight(actions) == 2
+    text = "F0 B0 F1 F2 I1 F3 I2 W1 B3 W2"
+    actions = [Action(cell[0], 0, int(cell[1])) for cell in text.split()]  # type: ignore[arg-type]
+    assert in_flight(actions) == InFlight(activations=2, stashed=3)
+
+
+def test_a_custom_schedule_has_no_known_bound() -> None:
+    with pytest.raises(LayoutError, match="schedule custom has no known bound"):
+        in_flight_bound(Layout.parse("pp2:custom"), 0, 4)
+
+
+def test_interleaving_divides_the_bubble() -> None:
+    """Narayanan et al. 2021, 2.2.2: (p - 1) / m over the ideal time becomes (p - 1) / (m v)."""
+    for v in (1, 2, 4):
+        frac = bubble_frac(4, 8, v)
+        assert frac / (1 - frac) == pytest.approx(3 / (8 * v))

@@ -1,0 +1,69 @@
+"""Bytes that one decoder layer keeps between forward and backward on one rank, tensor by tensor.
+
+Letters: T = b*S tokens of a microbatch, D hidden, N and K query and KV heads, H head size, F ffn, as cut by tp.
+T' = T/tp under sequence parallelism, else T: what norms and the inputs of column-parallel maps keep.
+x bytes of an element in the dtype of arithmetic, w bytes of at least float32 (norms compute in it).
+
+    2 norms                      each 2 T'D w (input, normalised input) + T' w (root mean square)
+    inputs of q/k/v, gate/up     each T'D x: under SP this rank's tokens only, they are gathered again in backward
+    QK-norms, if any             2 T(N+K)H w + T(N+K) w
+    attention                    T(2N + 2K)H x (q, k, v, output) + TN w (log of the sum of exponentials)
+    a mask, where one is needed  S*S x (sliding window)
+    gated MLP                    4 TF x (gate, up, activation, product); plain MLP: 2 TF x
+
+The formula is that of Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for flash attention, GQA and a gated MLP;
+each term is what torch's CPU kernels save, counted to the byte. Fused norms keep T'D x + T' w instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.core.execution import ITEMSIZE_BYTES, DType
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import BlockSpec, plain_parts
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """What a layer keeps, by part."""
+
+    norms: int
+    projections: int
+    """Inputs of the column-parallel maps."""
+    attention: int
+    mlp: int
+
+    @property
+    def total(self) -> int:
+        return self.norms + self.projections + self.attention + self.mlp
+
+
+def layer_saved_bytes(
+    block: BlockSpec, hidden: int, layout: Layout, *, micro_batch: int, seq_len: int, dtype: DType
+) -> SavedBytes:
+    """Bytes kept by one layer for one microbatch of `micro_batch` x `seq_len` tokens (cp = 1, no recompute).
+
+    Formula: see the head of this file. What all layers share (rotary angles) and the parameters are not counted.
+    Raises: ModelError for a block that is not plain GQA with a dense MLP.
+    """
+    attention, mlp = plain_parts(block)
+    x = ITEMSIZE_BYTES[dtype]
+    wide = max(x, ITEMSIZE_BYTES["float32"])
+    tp = layout.tp
+    tokens = micro_batch * seq_len
+    mine = tokens // tp if layout.sequence_parallel else tokens
+    heads, kv_heads = attention.heads // tp, max(1, attention.kv_heads // tp)
+    norms = 2 * (2 * mine * hidden + mine) * wide
+    if attention.qk_norm:
+        norms += (2 * attention.head_dim + 1) * tokens * (heads + kv_heads) * wide
+    core = 2 * tokens * (heads + kv_heads) * attention.head_dim * x + tokens * heads * wide
+    if attention.window is not None and attention.window < seq_len:
+        core += seq_len * seq_len * x
+    width = tokens * (mlp.ffn // tp) * x
+    return SavedBytes(
+        norms=norms,
+        projections=2 * mine * hidden * x,
+        attention=core,
+        mlp=(4 if mlp.gated else 2) * width,
+    )

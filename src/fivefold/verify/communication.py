@@ -1,0 +1,49 @@
+"""The communication that ranks dispatched in every step against what the strategies predict for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fivefold.core.events import difference, without_setup
+from fivefold.core.plan import Plan
+from fivefold.strategies import compose
+from fivefold.verify.observe import Observation
+
+NAMED = 3
+"""Ranks and steps that a line names before it counts the rest."""
+
+
+def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[str]:
+    """One line for each event that is not as predicted, with the ranks and steps in which it is so; empty if none.
+
+    Examples: `every rank, every step: backward tp all_gather float64 4096 B: predicted 6, recorded 12 (2x)`,
+              `rank 1, adamw step 2: reduce data all_reduce float64 800 B: predicted 1, recorded none (missing)`.
+    """
+    found: dict[str, dict[tuple[str, ...], list[int]]] = {}
+    for rank, seen in enumerate(observations):
+        predicted = compose.predict_events(plan, rank)
+        steps_of: dict[str, list[str]] = {}
+        for step, events in seen.events.items():
+            for line in difference(predicted, without_setup(events)):
+                steps_of.setdefault(line, []).append(step)
+        for line, steps in steps_of.items():
+            every = len(steps) == len(seen.events) > 1
+            found.setdefault(line, {}).setdefault(("every step",) if every else tuple(steps), []).append(rank)
+    return [
+        f"{_ranks(ranks, len(observations))}, {_some(steps)}: {line}"
+        for line, places in found.items()
+        for steps, ranks in places.items()
+    ]
+
+
+def _ranks(ranks: list[int], world_size: int) -> str:
+    if len(ranks) == world_size > 1:
+        return "every rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {_some(ranks)}"
+
+
+def _some(items: Sequence[object]) -> str:
+    """`0`, `0 and 2`, `0, 2 and 5`, `0, 2, 5 and 29 more`."""
+    names: Iterable[str] = map(str, items[:NAMED])
+    parts = [*names, *([f"{len(items) - NAMED} more"] if len(items) > NAMED else [])]
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

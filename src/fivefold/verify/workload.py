@@ -1,0 +1,112 @@
+"""What two layouts are compared on: a small workload that both can run, and a small model in place of a large one."""
+
+from __future__ import annotations
+
+from itertools import count
+from math import gcd, lcm
+
+from fivefold.core.cluster import Cluster
+from fivefold.core.execution import DType, Execution
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, ModelSpec
+from fivefold.core.optimizer import OptimizerConfig
+from fivefold.core.plan import Plan
+from fivefold.core.workload import Workload
+from fivefold.errors import ConfigError
+from fivefold.strategies import compose
+
+BOUNDS = {"float64": 1e-10, "float32": 1e-5}
+"""Largest error that is rounding. AdamW weights are judged in float64: the mere order of microbatches moves them."""
+
+MICRO_BATCH, MICROBATCHES, SHORTEST = 2, 3, 16
+SHORT_WINDOW, LONGEST_WINDOW = 64, 512
+"""Attention windows that the sequence always exceeds, and up to which it does where that is affordable."""
+AFFORDABLE = 2**24
+"""Elements of logits and activations of a global batch that each layout may keep for the sake of a window."""
+CLIP_NORM = 0.5
+"""Below the usual first gradient norm, so that clipping acts and the weights depend on the norm."""
+
+HIDDEN, HEAD_DIM, FFN, WINDOW = 64, 8, 64, 24
+"""Widths of a shrunk model: the FFN at least this, heads and windows at most."""
+
+
+def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType) -> tuple[Plan, Plan]:
+    """A small workload that is legal for both layouts, and the two plans.
+
+    Two sequences a microbatch, at least two microbatches on every data rank, the same global batch; a sequence that
+    both can cut and that is longer than the attention windows, where that is affordable and the model has so many
+    positions (`idle_windows` tells where not).
+    """
+    if dtype not in BOUNDS:
+        raise ConfigError(f"verify knows the bounds of {' and '.join(BOUNDS)}, not of {dtype!r}")
+    global_batch = MICRO_BATCH * MICROBATCHES * lcm(layout.dp, against.dp)
+    unit = lcm(*(2 * cut.tp * cut.cp for cut in (layout, against)))
+    lengths = [w + w // 2 for w in windows(spec) if w <= SHORT_WINDOW or _affordable(spec, w, global_batch)]
+    longest = spec.max_positions // unit * unit or unit
+    seq_len = min(-(-max(SHORTEST, *lengths, 0) // unit) * unit, longest)
+    plans = [
+        Plan(
+            model=spec,
+            cluster=Cluster.parse("cpu"),
+            workload=Workload(seq_len=seq_len, global_batch=global_batch),
+            layout=cut,
+            execution=Execution(
+                micro_batch=MICRO_BATCH, dtype=dtype, optimizer=OptimizerConfig(clip_norm=CLIP_NORM)
+            ),
+        )
+        for cut in (layout, against)
+    ]
+    for plan in plans:
+        compose.check(plan)
+    return plans[0], plans[1]
+
+
+def windows(spec: ModelSpec) -> list[int]:
+    """The attention windows of a model, each size once, the shortest first."""
+    attentions = [b.attention for b in spec.blocks if isinstance(b.attention, AttentionSpec)]
+    return sorted({attention.window for attention in attentions if attention.window})
+
+
+def idle_windows(plan: Plan) -> list[int]:
+    """Windows that hide nothing, since no token has so many before it: a fault in them would not show."""
+    return [window for window in windows(plan.model) if window >= plan.workload.seq_len]
+
+
+def _affordable(spec: ModelSpec, window: int, global_batch: int) -> bool:
+    kept_per_token = spec.vocab + (spec.layers + 1) * spec.hidden
+    tokens = (window + window // 2) * global_batch
+    return window <= LONGEST_WINDOW and tokens * kept_per_token <= AFFORDABLE
+
+
+def shrink(spec: ModelSpec) -> ModelSpec:
+    """The same heads, layers and features with small widths, for verifying a layout of a large model.
+
+    A degree of tensor parallelism that is legal for one of them is legal for the other.
+    """
+    blocks = []
+    for block in spec.blocks:
+        attention = block.attention
+        mlp = block.mlp.replace(ffn=_small_ffn(block))
+        if isinstance(attention, AttentionSpec):
+            attention = attention.replace(
+                head_dim=HEAD_DIM,
+                rope_dim=attention.rope_dim and min(attention.rope_dim, HEAD_DIM),
+                window=attention.window and min(attention.window, WINDOW),
+            )
+        blocks.append(block.replace(attention=attention, mlp=mlp))
+    vocab = min(spec.vocab, 512 + spec.vocab % 512)
+    return spec.replace(name=f"{spec.name} (shrunk)", hidden=HIDDEN, vocab=vocab, blocks=tuple(blocks))
+
+
+def _small_ffn(block: BlockSpec) -> int:
+    """The smallest width of at least 64 that the same degrees of tensor parallelism divide.
+
+    A degree has to divide the heads as well, so it divides both exactly if it divides their greatest common divisor,
+    which is kept. Powers of two are kept beyond it as far as 64 has room for them.
+    """
+    ffn, attention = block.mlp.ffn, block.attention
+    heads = attention.value_heads if isinstance(attention, GatedDeltaSpec) else attention.heads
+    common = unit = gcd(ffn, heads)
+    while unit < FFN and ffn % (2 * unit) == 0:
+        unit *= 2
+    return next(w for w in count(unit, unit) if w >= min(ffn, FFN) and gcd(w, heads) == common)

@@ -2,9 +2,9 @@
 
     python benchmarks/zero_peers.py --pairs 60
 
-As in single_rank.py: both train the same decoder from the same weights on the same data, strictly in turn, one step each,
-in the same two processes of one thread; both are made anew for each round of pairs, and must agree on every loss.
-Seconds are those of both processes, the threads that communicate included.
+As in single_rank.py: both train the same decoder from the same weights on the same data, strictly in turn, one step
+each, in the same two processes of one thread; both are made anew for each round of pairs, and must agree on every
+loss. Seconds are those of both processes, the threads that communicate included.
 
 zero3         parameters gathered for each forward and each backward, gradients reduced after each microbatch;
               against `fully_shard` of each layer and the whole, `reshard_after_forward=True`
@@ -123,7 +123,9 @@ def fsdp2(case: Case, batches: Batches, rank: Rank, *, once: bool) -> Step:
     return step
 
 
-def measure_round(rank: Rank, case: Case, once: bool, number: int, pairs: int) -> tuple[list[float], list[float]]:
+def measure_round(
+    rank: Rank, case: Case, once: bool, number: int, pairs: int
+) -> tuple[list[float], list[float]]:
     """CPU-seconds of this rank for `pairs` steps of ours and of FSDP2 in turn, both made anew."""
     batches = Batches.make(case, pairs + WARM_UP, seed=RANKS * number + rank.rank)
     makers = [ours, fsdp2]
@@ -139,7 +141,9 @@ def measure_round(rank: Rank, case: Case, once: bool, number: int, pairs: int) -
             losses.append(made[i](step))
             seconds[i].append(time.process_time() - started)
         if abs(losses[0] - losses[1]) > LOSS_TOLERANCE:
-            raise AssertionError(f"hidden {case.hidden}, step {step}: our loss is {losses[0]}, FSDP2's {losses[1]}")
+            raise AssertionError(
+                f"hidden {case.hidden}, step {step}: our loss is {losses[0]}, FSDP2's {losses[1]}"
+            )
     return seconds[0][WARM_UP:], seconds[1][WARM_UP:]
 
 
@@ -180,7 +184,9 @@ def main() -> None:
             rows.append(compare(case, options.pairs, once=once))
             print(
                 "hidden {hidden:4d}  gather per {gather:10s}  {ratio:.3f}, upper bound {upper_bound:.3f} (target "
-                "{target:.2f})  {cpu_us_per_token:.1f} and {other_cpu_us_per_token:.1f} us/token".format(**rows[-1]),
+                "{target:.2f})  {cpu_us_per_token:.1f} and {other_cpu_us_per_token:.1f} us/token".format(
+                    **rows[-1]
+                ),
                 file=sys.stderr,
             )
     result = {

@@ -44,7 +44,7 @@ def test_table_of_a_pass(fivefold: CommandLine) -> None:
     assert "not judged in float32" in ended.out
     assert ended.out.count("the model has none") == 2  # buffers, routed_experts
     assert "as predicted" in ended.out
-    assert "steps 1 to 2" in ended.out
+    assert "bound 1e-05, 2 steps" in ended.out
     assert "not shown: in float32 moments are judged after the first step only" in ended.out
 
 
@@ -58,22 +58,21 @@ def test_failure_prints_its_cause(fivefold: CommandLine, monkeypatch: pytest.Mon
             bucket.flat /= self.axis.degree
 
     monkeypatch.setattr(Replicated, "wait", faulty)
-    table = verify(fivefold, "--layout", "dp2")
+    first = ["--steps", "1"]  # later losses follow weights that moved too little
+    table = verify(fivefold, "--layout", "dp2", *first)
     assert table.code == 1
     assert "not the same model" in table.out
     for word in ("exactly 0.500x", "1 / dp", "axis dp"):
         assert word in table.out
-    as_json = verify(fivefold, "--layout", "dp2", "--json")
+    as_json = verify(fivefold, "--layout", "dp2", *first, "--json")
     assert as_json.code == 1
     verdict = as_json.json()
     assert verdict["passed"] is False
     assert "exactly 0.500x" in verdict["cause"]
     assert verdict["cause"] in table.out
-    assert verdict["quantities"]["gradients"] == pytest.approx(0.5, abs=0.01)
-    assert (
-        1e-10 < verdict["quantities"]["loss"] < 1e-3
-    )  # the second one follows weights that moved too little
-    other_way = verify(fivefold, "--layout", "tp2", "--against", "dp2", "--json").json()
+    assert verdict["quantities"]["gradients"] == pytest.approx(0.5)
+    assert verdict["quantities"]["loss"] <= 1e-12
+    other_way = verify(fivefold, "--layout", "tp2", "--against", "dp2", *first, "--json").json()
     assert "exactly 2.000x" in other_way["cause"]
     assert "not axis tp" in other_way["cause"]
 
@@ -102,9 +101,6 @@ def test_a_window_that_is_not_exercised_is_told(fivefold: CommandLine) -> None:
     ended = fivefold("verify", "--model", model, "--layout", "tp2")
     assert ended.code == 0
     assert "not shown: the window of 4096 was not exercised: sequence 16" in ended.out
-    assert (
-        fivefold("verify", "--model", model, "--layout", "tp2", "--shrink", "--json").json()["limits"] == []
-    )
 
 
 def test_what_is_not_finite_is_still_json(fivefold: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

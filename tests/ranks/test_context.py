@@ -1,11 +1,10 @@
 """Every method of context parallelism against softmax written out on one device, forward and backward; their traffic.
 
-B batch, N query heads, K KV heads, S sequence, H head size. Rank r holds the tokens that `local_tokens` says.
+B batch, N query heads, K KV heads, S sequence, H head size. Rank r holds the tokens that `local_spans` says.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.core.events import Event
+from fivefold.core.events import Events
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from fivefold.core.plan import Plan
@@ -27,7 +26,8 @@ from fivefold.runtime.launch import run_ranks
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.context import apply, order, rules
-from fivefold.strategies.context.order import local_tokens
+from fivefold.strategies.context.blocks import places
+from fivefold.strategies.context.order import local_spans
 from fivefold.verify.compare import assemble
 from fivefold.verify.observe import Observation, observe
 from fivefold.verify.verify import judge, verify
@@ -89,7 +89,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Softmax written out."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(2, 3) / H**0.5).masked_fill(~seen[:, None], -torch.inf)
-    return scores.softmax(-1) @ v
+    return scores.softmax(-1) @ v  # type: ignore[no-any-return]
 
 
 def inputs(kv_heads: int) -> list[Tensor]:
@@ -107,7 +107,7 @@ def core_of(mesh: Mesh, window: int | None) -> torch.nn.Module:
     whole = torch.nn.Module()
     whole.layers = layers
     apply.apply(whole, mesh)
-    core: torch.nn.Module = whole.layers["0"].attention.core
+    core = whole.get_submodule("layers.0.attention.core")
     assert not isinstance(core, AttentionCore)
     return core
 
@@ -124,20 +124,19 @@ def cases(text: str) -> Iterator[tuple[int, int | None, str]]:
 
 def compare(mesh: Mesh, text: str, tile: int) -> float:
     """The largest error of output and gradients over all cases, with tiles of this size."""
-    mine = torch.from_numpy(local_tokens(S, mesh.layout, mesh.coordinate["cp"]))
+    mine = places(local_spans(S, mesh.layout, mesh.coordinate["cp"]), torch.device("cpu"))
     worst, order.TILE = 0.0, tile
     for kv_heads, window, name in cases(text):
         *qkv, weight = inputs(kv_heads)
         mask = masks()[name]
-        for x in qkv:
-            x.requires_grad_()
-        out = expected(*qkv, seen_by_definition(window, name))
+        q, k, v = (x.requires_grad_() for x in qkv)
+        out = expected(q, k, v, seen_by_definition(window, name))
         (out * weight).sum().backward()
         local = [x.detach()[:, :, mine].requires_grad_() for x in qkv]
         got = core_of(mesh, window)(*local, mask)
         (got * weight[:, :, mine]).sum().backward()
         pairs = [(got, out[:, :, mine])]
-        pairs += [(x.grad, whole.grad[:, :, mine]) for x, whole in zip(local, qkv, strict=True)]
+        pairs += [(x.grad, whole.grad[:, :, mine]) for x, whole in zip(local, qkv, strict=True)]  # type: ignore[index]
         for a, b in pairs:
             error = (a - b).abs().max().item()
             assert error == error, (kv_heads, window, name)  # NaN
@@ -159,7 +158,7 @@ def test_bfloat16_is_as_good_as_one_device(on_mesh: Callable[..., Any], text: st
     """Error against float64 on the same rounded inputs, at most twice that of the plain core in bfloat16."""
 
     def errors(mesh: Mesh) -> tuple[float, float]:
-        mine = torch.from_numpy(local_tokens(S, mesh.layout, mesh.coordinate["cp"]))
+        mine = places(local_spans(S, mesh.layout, mesh.coordinate["cp"]), torch.device("cpu"))
         *qkv, weight = (x.bfloat16() for x in inputs(2))
         mask = masks()["documents"]
         found = []
@@ -173,9 +172,10 @@ def test_bfloat16_is_as_good_as_one_device(on_mesh: Callable[..., Any], text: st
             assert out.dtype == kind
             (out * weight[:, :, cut].to(kind)).sum().backward()
             here = slice(None) if cut is mine else mine
-            found.append([x[:, :, here].double() for x in (out, *(x.grad for x in local))])  # type: ignore[union-attr]
+            found.append([x[:, :, here].double() for x in (out, *(x.grad for x in local))])
         exact, plain, parallel = found
-        return tuple(max((a - b).abs().max().item() for a, b in zip(x, exact)) for x in (parallel, plain))  # type: ignore[return-value]
+        mine_, plain_ = (max((a - b).abs().max().item() for a, b in zip(x, exact)) for x in (parallel, plain))
+        return mine_, plain_
 
     found = on_mesh(errors, text)
     assert max(mine for mine, _ in found) <= 2 * max(plain for _, plain in found)
@@ -191,7 +191,7 @@ def test_bfloat16_is_as_good_as_one_device(on_mesh: Callable[..., Any], text: st
 def test_traffic_is_what_is_predicted(on_mesh: Callable[..., Any], text: str, dtype: str) -> None:
     spec, kind = model(1, None), getattr(torch, dtype)
 
-    def events(mesh: Mesh) -> Counter[Event]:
+    def recorded_on(mesh: Mesh) -> Events:
         tokens = S // mesh.layout.cp
         ((heads, kv_heads),) = rules.local_heads(spec, mesh.layout, [0])
         q, k, v = (
@@ -203,14 +203,15 @@ def test_traffic_is_what_is_predicted(on_mesh: Callable[..., Any], text: str, dt
             out = core(q, k, v, None)
             mesh.phase = "backward"
             out.sum().backward()
-        return ledger.events
+        events: Events = ledger.events
+        return events
 
     layout = Layout.parse(text)
     predicted = rules.predict_chunk(
         spec, layout, layers=range(1), tokens=B * S // layout.cp, dtype=dtype, itemsize=kind.itemsize
     )
     assert predicted
-    for rank, recorded in enumerate(on_mesh(events, text)):
+    for rank, recorded in enumerate(on_mesh(recorded_on, text)):
         assert recorded == predicted, rank
 
 
@@ -290,7 +291,9 @@ def test_separate_documents_through_training(text: str) -> None:
     def run(plan: Plan, separate: bool) -> list[Observation]:
         plan = plan.replace(workload=plan.workload.replace(separate_documents=separate))
         return run_ranks(
-            lambda rank: observe(rank, plan, dataset, seed=0, steps=1), ranks=plan.layout.world_size, device="cpu"
+            lambda rank: observe(rank, plan, dataset, seed=0, steps=1),
+            ranks=plan.layout.world_size,
+            device="cpu",
         )
 
     reference = assemble(run(single, True))

@@ -49,7 +49,7 @@ def prepared(fivefold: CommandLine) -> str:
 
 @pytest.mark.parametrize(
     ("layout", "tied", "dtype"),
-    [("tp3 pp2", True, "bfloat16"), ("dp2", False, "float32"), ("pp2", True, "float64")],
+    [("tp3 pp2", True, "bfloat16"), ("dp2 zero1", False, "float32"), ("pp2", True, "float64")],
 )
 def test_the_folder_of_a_checkpoint_is_that_of_the_run(
     fivefold: CommandLine, layout: str, tied: bool, dtype: str

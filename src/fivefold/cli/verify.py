@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -13,8 +14,27 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--model", "-m", required=True, help="A preset such as tiny-llama, or a path to a config.json.")
-@click.option("--layout", "-l", required=True, help="The layout to judge, such as 'dp2 tp2 pp2'.")
+@click.option("--layout", "-l", help="The layout to judge, such as 'dp2 tp2 pp2'.")
 @click.option("--against", default="dp1", show_default=True, help="The layout to compare with.")
+@click.option(
+    "--actions", type=click.Path(path_type=Path), help="File with the action list of a layout 'ppN:custom'."
+)
+@click.option(
+    "--matrix",
+    is_flag=True,
+    help="Judge every shape and every pair of options that is legal, each against dp1.",
+)
+@click.option(
+    "--max-ranks", type=click.IntRange(2, 64), default=4, show_default=True, help="Of a layout in the matrix."
+)
+@click.option(
+    "--budget", help="Begin no layout of the matrix after this time: 90s, 10m, 2h. Default: no limit."
+)
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    help="File that gets every verdict of the matrix; the same command goes on where it was stopped.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float64", "float32"]),
@@ -35,9 +55,14 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
     model: str,
-    layout: str,
+    layout: str | None,
     against: str,
-    dtype: str,
+    actions: Path | None,
+    matrix: bool,
+    max_ranks: int,
+    budget: str | None,
+    results: Path | None,
+    dtype: Literal["float64", "float32"],
     steps: int,
     seed: int,
     shrink: bool,
@@ -47,29 +72,53 @@ def command(
     """Show that a layout is the same model as one device, or say what differs and why.
 
     Both layouts get the same weights and the same data. Loss, logits, every gradient, the gradient norm, the weights
-    after SGD and AdamW steps and the moments are compared on every rank, and so is the communication with what was
-    predicted. Exit code 0 if all of it agrees, 1 if not.
+    after SGD and AdamW steps and the moments are compared on every rank, and so is the communication of every step
+    with what was predicted. What the comparison cannot show is told. Exit code 0 if all of it agrees, 1 if not.
 
     \b
       fivefold verify --model tiny-llama --layout "dp2 tp2 pp2"
       fivefold verify --model path/to/config.json --shrink --layout "tp8 pp4"
+      fivefold verify --model tiny-llama --matrix --max-ranks 8 --budget 10m
     """
     from fivefold.catalog.models import resolve
     from fivefold.cli.output import print_json
     from fivefold.core.layout import Layout
+    from fivefold.strategies.pipeline.actions import read_actions
 
-    candidate, reference, spec = Layout.parse(layout), Layout.parse(against), resolve(model)
+    if matrix == (layout is not None):
+        raise click.UsageError("give --layout for one layout, or --matrix for all")
+    spec = resolve(model)
+    candidate, reference = Layout.parse(layout or "dp1"), Layout.parse(against)
+    if matrix and (actions is not None or reference.world_size > 1):
+        raise click.UsageError("--matrix compares with dp1, and has no custom schedules")
+    lines = None if actions is None else read_actions(actions)
 
     from fivefold.verify import verify as judge
     from fivefold.verify import workload
 
     if shrink:
         spec = workload.shrink(spec)
+    if matrix:
+        from fivefold.cli.matrix import run_matrix
+
+        return run_matrix(
+            spec, max_ranks, dtype=dtype, steps=steps, seed=seed, device=device,
+            budget=budget, results=results, as_json=as_json,
+        )  # fmt: skip
     ranks = max(candidate.world_size, reference.world_size)
     click.echo(
         f"verifying {spec.name} under {candidate} against {reference}, up to {ranks} ranks ...", err=True
     )
-    verdict = judge.verify(spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device)  # type: ignore[arg-type]
+    verdict = judge.verify(
+        spec,
+        candidate,
+        reference,
+        dtype=dtype,
+        steps=steps,
+        seed=seed,
+        device=device,
+        actions=lines,
+    )
     if as_json:
         print_json(verdict.model_dump(mode="json"))
     else:
@@ -103,7 +152,8 @@ def _print(verdict: Verdict) -> None:
     table.add_row("communication", "", agree)
     console = Console(file=sys.stdout)
     console.print(table)
-    found = f"worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}, steps 1 to {verdict.steps}"
+    steps = f"{verdict.steps} step{'s' if verdict.steps > 1 else ''}"
+    found = f"worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}, {steps}"
     console.print(f"{_outcome(verdict)}: {found}")
     plain = [verdict.cause or "", *(f"  {line}" for line in verdict.event_differences[:10])]
     plain += [f"not shown: {limit}" for limit in verdict.limits]

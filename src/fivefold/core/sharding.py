@@ -47,7 +47,7 @@ class ParameterRow:
     """Virtual stage that owns it."""
     mesh: Literal["dense", "expert"] = "dense"
     placement: Mapping[MeshAxis | Literal["data"], Shard] = field(default_factory=dict)
-    """Axis -> how it is cut along that axis; an axis that is absent holds replicas. `data` cuts what the others leave."""
+    """Axis -> how it is cut along that axis; an axis that is absent holds replicas. `data` cuts what others leave."""
     zero: Shard | None = None
     """How ZeRO cuts its gradient and its optimizer state over data ranks, see `held`; None: every data rank has all."""
     sums: Mapping[Axis, int | None] = field(default_factory=dict)

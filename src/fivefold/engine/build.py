@@ -41,9 +41,9 @@ def build_chunks(
 ) -> dict[int, tuple[nn.Module, Pairs]]:
     """This rank's chunks: virtual stage -> (module, its parameters with their rows).
 
-    Strategies act in a fixed order: the pipeline keeps a stage, tensor and context parallelism replace modules, then the
-    parameters are made in their local shapes. Memory: never more than this rank's part and one tile; under ZeRO-3 the
-    parameters get no values and no memory, as data parallelism gathers them.
+    Strategies act in a fixed order: the pipeline keeps a stage, tensor and context parallelism replace modules, then
+    the parameters are made in their local shapes. Memory: never more than this rank's part and one tile; under ZeRO-3
+    the parameters get no values and no memory, as data parallelism gathers them.
     `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification).
     `weights`: where the values come from; None: the seed. `deferred`: for schedules with W actions.
     """
@@ -54,23 +54,35 @@ def build_chunks(
     layers = stage_layers(spec, layout, plan.workload.seq_len)
     values = weights or partial(initial_value, seed=seed, noise=noise)
     chunks: dict[int, tuple[nn.Module, Pairs]] = {}
+    embedding: nn.Parameter | None = None
     for chunk, rows in compose.rows_of(table, layout, mesh.coordinate["pp"]).items():
         module = copy.deepcopy(whole)
         keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
         tensor.apply(module, mesh, spec.vocab, deferred=deferred)
         context.apply(module, mesh)
-        chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values))
+        shared = {"head.weight": embedding} if embedding is not None and chunk == layout.stages - 1 else {}
+        chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values, shared))
+        if chunk == 0 and spec.tied_embeddings:
+            embedding = module.get_parameter("embedding.weight")
     return chunks
 
 
 def materialise(
-    module: nn.Module, rows: list[ParameterRow], mesh: Mesh, dtype: str, values: ValueSource
+    module: nn.Module,
+    rows: list[ParameterRow],
+    mesh: Mesh,
+    dtype: str,
+    values: ValueSource,
+    shared: Mapping[str, nn.Parameter] | None = None,
 ) -> Pairs:
-    """Give every parameter of the module its local values. Tied parameters stay one parameter."""
+    """Give every parameter of the module its local values. Tied parameters stay one parameter.
+
+    `shared`: parameters, by their name here, that another chunk of this rank has and counts as its own.
+    """
     pairs: Pairs = []
-    made: dict[int, nn.Parameter] = {}
     names = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
     by_name = {row.name: row for row in rows}
+    made = {names[name]: p for name, p in (shared or {}).items() if name not in by_name}
     for name, identity in names.items():
         if identity not in made:
             row = by_name.pop(name)

@@ -95,9 +95,12 @@ class Engine:
             mesh,
             boundary=(self._boundary_shape(), self.dtype),
             before_last_backward=self.data.watch if plan.layout.pp == 1 else lambda chunk: None,
-            on_reduce=self.data.reduce,
+            on_reduce=self._reduce,
             deferred=deferred,
         )
+        first, last = 0, plan.layout.stages - 1
+        self._tied = plan.model.tied_embeddings and plan.layout.pp > 1 and {first, last} <= self.chunks.keys()
+        self._complete: set[int] = set()
         self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
         """Called with the complete gradients, before clipping: where verification looks."""
 
@@ -151,6 +154,17 @@ class Engine:
         """Parameters, gradients and optimizer state that live on this rank now."""
         parameters = [parameter for chunk in self.parameters.values() for _, parameter in chunk]
         return [*parameters, *self.data.tensors()]
+
+    def _reduce(self, chunk: int) -> None:
+        """The gradients of a chunk are complete; of a tied embedding whose two chunks are here, once both are."""
+        ends = {0, self.plan.layout.stages - 1}
+        if not self._tied or chunk not in ends:
+            return self.data.reduce(chunk)
+        self._complete.add(chunk)
+        if self._complete == ends:
+            self._complete.clear()
+            for end in sorted(ends):
+                self.data.reduce(end)
 
     def _count_valid(self, batches: list[Microbatch]) -> Tensor:
         """Valid tokens of the global batch, at least 1."""

@@ -12,7 +12,7 @@ from fivefold.data.batches import Batch, Dataset, Ints
 from fivefold.nn.attention import Mask
 from fivefold.runtime.device import Device
 from fivefold.runtime.mesh import Mesh
-from fivefold.strategies.context.order import local_tokens
+from fivefold.strategies.context.order import local_spans
 from fivefold.strategies.pipeline.apply import Microbatch
 
 
@@ -23,7 +23,8 @@ def feed(dataset: Dataset, plan: Plan, mesh: Mesh, step: int) -> Callable[[int],
     """
     here = None
     if plan.layout.cp > 1:
-        here = local_tokens(plan.workload.seq_len, plan.layout, mesh.coordinate["cp"])
+        spans = local_spans(plan.workload.seq_len, plan.layout, mesh.coordinate["cp"])
+        here = np.concatenate([np.arange(span.start, span.stop) for span in spans])
 
     def load(index: int) -> Microbatch:
         batch = dataset.microbatch(

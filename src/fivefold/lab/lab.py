@@ -26,6 +26,7 @@ from fivefold.data.batches import PackedDataset
 from fivefold.data.corpus import load_corpus
 from fivefold.data.tokenizer import ByteTokenizer
 from fivefold.errors import FivefoldError, RecordError
+from fivefold.estimate.timeline import equal_chunks
 from fivefold.lab.grid import check, grid, legal
 from fivefold.lab.measure import RankReport, measure, timed
 from fivefold.records.machine import load_average, machine_facts, versions
@@ -33,7 +34,6 @@ from fivefold.records.store import Store
 from fivefold.report.lab_report import BOUND, JUDGED_STEPS, LabResult, LayoutResult, write_report
 from fivefold.runtime.device import device_kind
 from fivefold.runtime.launch import refuse_launcher, run_ranks
-from fivefold.estimate.timeline import equal_chunks
 from fivefold.train.trainer import StepMetrics
 from fivefold.units import MIB
 from fivefold.verify.compare import Key, Whole, assemble

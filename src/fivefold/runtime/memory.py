@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fivefold.compat import TorchDispatchMode, storage_key, tree_leaves
 
-
 _counting: list[LiveBytes] = []
 """Counts that are under way: a storage that changes its size tells them, as no operator does."""
 

@@ -19,8 +19,8 @@ from fivefold.errors import LayoutError
 from fivefold.strategies.context import rules as context
 from fivefold.strategies.data import rules as data
 from fivefold.strategies.pipeline import rules as pipeline
-from fivefold.strategies.pipeline.placement import stage_layers
 from fivefold.strategies.pipeline.actions import COMPUTATIONS
+from fivefold.strategies.pipeline.placement import stage_layers
 from fivefold.strategies.pipeline.schedules import computations, rank_actions
 from fivefold.strategies.tensor import rules as tensor
 from fivefold.units import MIB
@@ -40,8 +40,9 @@ def check(plan: Plan) -> None:
     context.check(spec, layout, plan.workload.seq_len)
     count = microbatches(plan.workload, layout, plan.execution)
     pipeline.check_schedule(layout, count, plan.execution.actions)
-    lists = computations(layout, count, plan.execution.actions)
-    data.check_schedule(layout, {action.kind for actions in lists for action in actions})
+    if layout.zero >= 2 and layout.pp > 1:
+        lists = computations(layout, count, plan.execution.actions)
+        data.check_schedule(layout, {action.kind for actions in lists for action in actions})
 
 
 def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:

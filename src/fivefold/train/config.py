@@ -102,6 +102,8 @@ class TrainConfig(Value):
     """A preset such as `tiny-llama`, or the path of a Hugging Face `config.json`."""
     layout: Layout = Layout()
     """How the job is cut, as text: `dp2 tp2 pp2:1f1b`."""
+    measured: Name = "last"
+    """Run whose stage times `ppN@measured` balances: its id, or `last`: the newest of this model."""
     seq_len: Annotated[Integer, Field(ge=2, le=MOST_TOKENS)] = 128
     """Tokens in a sample (one more is read, for the last label)."""
     global_batch: Annotated[Integer, Field(ge=1, le=MOST_SEQUENCES)] = 16

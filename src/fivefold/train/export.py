@@ -140,8 +140,8 @@ def full_tensors(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tenso
 
     Shapes: local part with padding -> `row.shape`. The second copy of a tied parameter is left out.
             A tensor holds until the next one is asked for: all are put together in the same memory.
-    Comm:   ZeRO's shards are sent to the first rank of their group, then local parts to tp 0, one piece after the other;
-            all these ranks must list the same parameters in the same order.
+    Comm:   ZeRO's shards are sent to the first rank of their group, then local parts to tp 0, piece by piece; all
+            these ranks must list the same parameters in the same order.
     Memory: the largest parameter and one piece on tp 0, one piece elsewhere; where ZeRO shards, the largest local part
             as well. Degree 1: a view, no copy.
     """

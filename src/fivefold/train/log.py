@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from fivefold.runtime.launch import Rank
 from fivefold.train.config import TrainConfig
 from fivefold.train.sinks import open_sinks
 from fivefold.train.trainer import StepMetrics
+
+STAGE_SECONDS = "stage_seconds"
+"""Result of a run: seconds that each virtual stage computes in a step, the mean over its ranks."""
 
 RANK_ROWS_EVERY = 10
 """Logged steps between two collections of the other ranks' numbers."""
@@ -50,14 +54,19 @@ class Log:
         if self.logged % RANK_ROWS_EVERY == 0:
             self._collect()
 
-    def finish(self, peak_memory_bytes: int, comm_bytes: int) -> list[int]:
+    def finish(self, peak_memory_bytes: int, comm_bytes: int, chunk_seconds: dict[int, float]) -> list[int]:
         """Collect what is left, record the profiled step of every rank, and return the peak memory of all ranks."""
         self._collect()
-        found = self._gather((peak_memory_bytes, comm_bytes))
+        found = self._gather((peak_memory_bytes, comm_bytes, chunk_seconds))
         if self.rank.rank == 0 and self.run is not None:
-            rows = [{"rank": r, "peak_memory_bytes": m, "comm_bytes": c} for r, (m, c) in enumerate(found)]
+            rows = [{"rank": r, "peak_memory_bytes": m, "comm_bytes": c} for r, (m, c, _) in enumerate(found)]
             self.run.result("profiled_step", rows)
-        return [memory for memory, _ in found]
+            stages: dict[int, list[float]] = {}
+            for *_, seconds in found:
+                for stage, taken in seconds.items():
+                    stages.setdefault(stage, []).append(taken)
+            self.run.result(STAGE_SECONDS, [fmean(stages[stage]) for stage in sorted(stages)])
+        return [memory for memory, *_ in found]
 
     def close(self) -> None:
         if self.file is not None:

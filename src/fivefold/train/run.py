@@ -30,6 +30,7 @@ from fivefold.train.companions import Companions, find_companions
 from fivefold.train.config import TrainConfig
 from fivefold.train.export import export_hf
 from fivefold.train.log import Log
+from fivefold.train.measured import resolve_placement
 from fivefold.train.outcome import Outcome, finish, left_to_do, records_path, refuse_needless
 from fivefold.train.outputs import check_outputs
 from fivefold.train.saver import Saver, load_checkpoint, restart_from, resume_from
@@ -134,6 +135,7 @@ def train(
     Returns None on the ranks of a launched job that are not rank 0.
     """
     kind = device_kind(device)
+    config = resolve_placement(config)
     if not under_launcher():
         check_device_count(kind, config.layout.world_size)
     plan, data = prepare(config, kind)
@@ -268,7 +270,7 @@ def train_rank(
         history = _loop(trainer, config, log, saver, progress if first else None)
         profile = trainer.profile
         assert profile is not None, "a run has at least one step"
-        peaks = log.finish(profile.peak_memory_bytes, total_bytes(profile.events))
+        peaks = log.finish(profile.peak_memory_bytes, total_bytes(profile.events), trainer.chunk_seconds())
         if config.export is not None:
             held = trainer.engine.data.persistent()
             pairs = [(row, values) for kind, row, values in held if kind == "weights"]

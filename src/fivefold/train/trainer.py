@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from statistics import median
 
 from fivefold.core.events import Events, without_setup
 from fivefold.core.model_counts import training_flops
@@ -99,6 +100,7 @@ class Trainer:
         self.tokens = plan.workload.tokens
         self.flops = training_flops(plan.model, plan.workload.seq_len) * self.tokens
         self.profile: Profile | None = None
+        self._chunk_s: list[dict[int, float]] = []
 
     def __iter__(self) -> Iterator[StepMetrics]:
         for step in range(self.start, self.steps):
@@ -111,6 +113,8 @@ class Trainer:
         watched = step == min(self.start + 1, self.steps - 1)
         result = self._watched(step, lr) if watched else self._plain(step, lr)
         cpu = time.process_time() - cpu
+        if not watched:
+            self._chunk_s.append(result.trace.chunk_s)
         if not result.updated:
             self.skipped += 1
             if not self.skip_nonfinite:
@@ -121,6 +125,12 @@ class Trainer:
                     f"{self.plan.execution.optimizer.lr:g}, or on_nonfinite=skip"
                 )
         return self._metrics(step, lr, cpu, result)
+
+    def chunk_seconds(self) -> dict[int, float]:
+        """Virtual stage -> seconds of its computations in a step: the median over the steps; empty after one step."""
+        return {
+            chunk: median(seconds[chunk] for seconds in self._chunk_s) for chunk in (self._chunk_s or [{}])[0]
+        }
 
     def validate(self) -> float:
         """Mean token loss over the held-out samples; nothing changes. Comm: that of the forward passes."""

@@ -29,7 +29,7 @@ from fivefold.nn.roles import modules_with_role
 from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.mesh import Mesh
-from fivefold.strategies.context.order import local_tokens
+from fivefold.strategies.context.order import local_spans, section
 
 Region = tuple[slice, ...]
 Array = npt.NDArray[Any]
@@ -212,19 +212,20 @@ class _watching:
         first = at["dp"] * (batch // layout.dp) + microbatch * rows
         length, features = plan.workload.seq_len, out.shape[2]
         width = plan.model.vocab if quantity == "logits" else plan.model.hidden
-        places = local_tokens(length, layout, at["cp"])
-        places = places[_part(at["tp"], out.shape[1], len(places), cut=out.shape[1] < len(places))]
+        local = length // layout.cp
+        mine = _part(at["tp"], out.shape[1], local, cut=out.shape[1] < local)
+        spans = section(local_spans(length, layout, at["cp"]), mine.start, mine.stop)
         columns = _part(at["tp"], features, width, cut=quantity == "logits" and layout.tp > 1)
-        return (batch, length, width), (slice(first, first + rows), _runs(places), columns)
+        return (batch, length, width), (slice(first, first + rows), _placed(spans), columns)
 
 
-def _runs(places: Array) -> list[tuple[slice, slice]]:
-    """Ascending places as runs of neighbours: (where in `places`, which places)."""
-    runs, start = [], 0
-    for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
-        runs.append((slice(start, start + len(run)), slice(int(run[0]), int(run[-1]) + 1)))
-        start += len(run)
-    return runs
+def _placed(spans: tuple[range, ...]) -> list[tuple[slice, slice]]:
+    """Each span of local tokens as (place in the local tensor, place in the sequence)."""
+    placed, at = [], 0
+    for span in spans:
+        placed.append((slice(at, at + len(span)), slice(span.start, span.stop)))
+        at += len(span)
+    return placed
 
 
 def _part(index: int, size: int, whole: int, *, cut: bool) -> slice:

@@ -76,14 +76,16 @@ def verify(
     seed: int = 0,
     device: str = "auto",
     find_axis: bool = True,
+    actions: tuple[str, ...] | None = None,
 ) -> Verdict:
     """Compare two layouts (default: with one device) on this machine.
 
+    `actions`: the action list of a layout with the schedule `custom`, a line for each pipeline rank.
     Raises: UserError if one of them cannot be run at all; RankFailure if a rank breaks.
     """
     against = against or Layout.parse("dp1")
     check_device_count(device_kind(device), max(layout.world_size, against.world_size))
-    plan, reference_plan = common_plans(spec, layout, against, dtype)
+    plan, reference_plan = common_plans(spec, layout, against, dtype, actions=actions)
     reference = Reference(reference_plan, steps=steps, seed=seed, device=device)
     return reference.judge(plan, find_axis=find_axis)
 
@@ -109,7 +111,8 @@ class Reference:
             return verdict
 
         def still_fails(layout: Layout) -> bool:
-            return not self.judge(plan.replace(layout=layout), find_axis=False).passed
+            execution = plan.execution.replace(actions=plan.execution.actions if layout.pp > 1 else None)
+            return not self.judge(plan.replace(layout=layout, execution=execution), find_axis=False).passed
 
         return verdict.replace(cause=f"{verdict.cause}. Guilty: {name_axis(plan.layout, still_fails)}")
 

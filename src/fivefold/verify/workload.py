@@ -14,6 +14,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
 from fivefold.errors import ConfigError
 from fivefold.strategies import compose
+from fivefold.strategies.pipeline.actions import parse_actions
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 """Largest error that is rounding. AdamW weights are judged in float64: the mere order of microbatches moves them."""
@@ -30,16 +31,25 @@ HIDDEN, HEAD_DIM, FFN, WINDOW = 64, 8, 64, 24
 """Widths of a shrunk model: the FFN at least this, heads and windows at most."""
 
 
-def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType) -> tuple[Plan, Plan]:
+def common_plans(
+    spec: ModelSpec,
+    layout: Layout,
+    against: Layout,
+    dtype: DType,
+    *,
+    actions: tuple[str, ...] | None = None,
+) -> tuple[Plan, Plan]:
     """A small workload that is legal for both layouts, and the two plans.
 
     Two sequences a microbatch, at least two microbatches on every data rank, the same global batch; a sequence that
     both can cut and that is longer than the attention windows, where that is affordable and the model has so many
-    positions (`idle_windows` tells where not).
+    positions (`idle_windows` tells where not). `actions`: the custom schedule of `layout`, which says how many
+    microbatches there are.
     """
     if dtype not in BOUNDS:
         raise ConfigError(f"verify knows the bounds of {' and '.join(BOUNDS)}, not of {dtype!r}")
-    global_batch = MICRO_BATCH * MICROBATCHES * lcm(layout.dp, against.dp)
+    count = MICROBATCHES if actions is None else _microbatches_of(actions)
+    global_batch = MICRO_BATCH * count * lcm(layout.dp, against.dp)
     unit = lcm(*(2 * cut.tp * cut.cp for cut in (layout, against)))
     lengths = [w + w // 2 for w in windows(spec) if w <= SHORT_WINDOW or _affordable(spec, w, global_batch)]
     longest = spec.max_positions // unit * unit or unit
@@ -51,7 +61,10 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType)
             workload=Workload(seq_len=seq_len, global_batch=global_batch),
             layout=cut,
             execution=Execution(
-                micro_batch=MICRO_BATCH, dtype=dtype, optimizer=OptimizerConfig(clip_norm=CLIP_NORM)
+                micro_batch=MICRO_BATCH,
+                dtype=dtype,
+                optimizer=OptimizerConfig(clip_norm=CLIP_NORM),
+                actions=actions if cut is layout else None,
             ),
         )
         for cut in (layout, against)
@@ -59,6 +72,10 @@ def common_plans(spec: ModelSpec, layout: Layout, against: Layout, dtype: DType)
     for plan in plans:
         compose.check(plan)
     return plans[0], plans[1]
+
+
+def _microbatches_of(actions: tuple[str, ...]) -> int:
+    return 1 + max(action.microbatch for rank in parse_actions("\n".join(actions)) for action in rank)
 
 
 def windows(spec: ModelSpec) -> list[int]:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.sharding import parameters
+from fivefold.nn.attention import Mask
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.hub import hf_name
 
@@ -203,7 +204,7 @@ def test_padding(name: str, side: str) -> None:
     positions = (place - pads).clamp(min=0) if side == "left" else place.expand(BATCH, -1)
     counts = mask & valid
     with made(name, patched=True) as pair:
-        logits = pair.ours(tokens, positions, valid)
+        logits = pair.ours(tokens, positions, Mask(valid))
         (pair.ours.loss(logits, labels, counts) / counts.sum()).backward()
         their_logits = pair.theirs(
             input_ids=tokens, attention_mask=valid.long(), position_ids=positions, use_cache=False

@@ -50,7 +50,10 @@ def test_against_one_query_at_a_time(window: int | None, padding: str | None) ->
     }[padding]
     q, k, v = qkv()
     torch.testing.assert_close(
-        AttentionCore(window)(q, k, v, None if valid is None else Mask(valid)), by_hand(q, k, v, window, valid), rtol=1e-12, atol=1e-12
+        AttentionCore(window)(q, k, v, None if valid is None else Mask(valid)),
+        by_hand(q, k, v, window, valid),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
@@ -64,7 +67,13 @@ def test_separate_documents_are_computed_as_if_alone(window: int | None) -> None
     documents = torch.tensor([[0] * 4 + [1] * 3 + [-1] * 2, [5] * S])
     places = torch.arange(S)[None]
     together = model(tokens, places, Mask(documents_BS=documents))
-    for row, part in ((0, slice(0, 4)), (0, slice(4, 7)), (0, slice(7, 8)), (0, slice(8, 9)), (1, slice(0, S))):
+    for row, part in (
+        (0, slice(0, 4)),
+        (0, slice(4, 7)),
+        (0, slice(7, 8)),
+        (0, slice(8, 9)),
+        (1, slice(0, S)),
+    ):
         alone = model(tokens[row : row + 1, part], torch.arange(part.stop - part.start)[None])
         torch.testing.assert_close(together[row : row + 1, part], alone, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(together[0, 4:7], model(tokens, places)[0, 4:7])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import LaunchError, RankFailure
-from fivefold.runtime.launch import one_line, joined_rank, run_ranks, under_launcher
+from fivefold.runtime.launch import joined_rank, one_line, run_ranks, under_launcher
 
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 

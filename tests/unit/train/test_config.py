@@ -87,7 +87,7 @@ def test_json_round_trip() -> None:
         ("lr=1", "unknown key 'lr' (did you mean 'optimizer.lr'?)"),
         ("optimzer.lr=1", "unknown key 'optimzer' (did you mean 'optimizer'?)"),
         ("global_bach=1", "unknown key 'global_bach' (did you mean 'global_batch'?)"),
-        ("qqqq=1", "unknown key 'qqqq'; valid keys: model, layout, seq_len"),
+        ("qqqq=1", "unknown key 'qqqq'; valid keys: model, layout, measured, seq_len"),
         ("steps.x=1", "unknown key 'steps.x': steps is one value, not a section"),
         ("steps", "expected key=value, such as optimizer.lr=3e-4, got 'steps'"),
         ("=3", "expected key=value"),

@@ -35,7 +35,11 @@ LEGAL = {
 }
 """What a run may begin with all the same: odd names of files that can be made, and names of others' projects."""
 
-NEEDED = {"validation.data": ["validation.every=1"]}
+NEEDED = {
+    "actions": ["layout=pp2:custom"],
+    "measured": ["layout=pp2@measured"],
+    "validation.data": ["validation.every=1"],
+}
 """What makes a key count."""
 
 

@@ -31,7 +31,7 @@ def apply(model: nn.Module, mesh: Mesh, roles: Mapping[str, str] = DECODER_ROLES
 def _parallel(core: nn.Module, mesh: Mesh) -> nn.Module:
     assert isinstance(core, AttentionCore)
     ring, ulysses = axes(mesh)
-    inside = core
+    inside: nn.Module = core
     if ring.degree > 1:
         kind = GatherCore if mesh.layout.cp_method == "gather" else RingCore
         inside = kind(core.window, ring)

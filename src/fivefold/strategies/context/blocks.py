@@ -155,4 +155,4 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
 
 def _grouped(x_BNQH: Tensor, heads: int) -> Tensor:
     """[B, K, N/K*Q, H]: the queries of all heads that read one KV head."""
-    return x_BNQH.unflatten(1, (heads, -1)).flatten(2, 3)
+    return x_BNQH.unflatten(1, (heads, -1)).flatten(2, 3)  # type: ignore[no-any-return]

@@ -19,9 +19,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from fivefold.core.layout import Layout
 
 Spans = tuple[range, ...]
@@ -39,12 +36,22 @@ def degrees(layout: Layout) -> tuple[int, int]:
     return layout.cp // layout.cp_ulysses, layout.cp_ulysses
 
 
-def local_tokens(seq_len: int, layout: Layout, cp_rank: int) -> npt.NDArray[np.int64]:
-    """The places [S/cp] in the sequence of a cp rank's tokens, ascending: positions, labels and masks follow it."""
+def local_spans(seq_len: int, layout: Layout, cp_rank: int) -> Spans:
+    """The S/cp tokens of a cp rank: tokens, labels, loss mask and positions are all cut by these."""
     ring, ulysses = degrees(layout)
     place, part = divmod(cp_rank, ulysses)
-    tokens = np.concatenate([np.arange(s.start, s.stop) for s in ring_spans(seq_len, ring, place)])
-    return np.split(tokens, ulysses)[part]
+    size = seq_len // layout.cp
+    return section(ring_spans(seq_len, ring, place), part * size, (part + 1) * size)
+
+
+def section(spans: Spans, start: int, stop: int) -> Spans:
+    """The tokens number `start` to `stop` of those in these spans."""
+    found, at = [], 0
+    for span in spans:
+        part = span[max(0, start - at) : max(0, stop - at)]
+        found += [part] if part else []
+        at += len(span)
+    return tuple(found)
 
 
 def ring_spans(seq_len: int, ring: int, place: int) -> Spans:

@@ -115,11 +115,11 @@ def predict_chunk(
             kv_heads = max(kv_heads, ulysses)
             for phase in ("forward", "backward"):
                 for count in (heads + 2 * kv_heads, heads):
-                    events[Event(phase, "cp", "all_to_all", dtype, row * count * itemsize)] += 1  # type: ignore[arg-type]
+                    events[Event(phase, "cp", "all_to_all", dtype, row * count * itemsize)] += 1
             kv_heads //= ulysses
         for op in ("send", "recv") if ring > 1 else ():
             elements = 2 * row * ulysses * kv_heads
             for phase in ("forward", "backward"):
                 events[Event(phase, "cp", op, dtype, elements * itemsize)] += ring - 1  # type: ignore[arg-type]
-            events[Event("backward", "cp", op, wide, elements * wide_size)] += ring - 1  # type: ignore[arg-type]
+            events[Event("backward", "cp", op, wide, elements * wide_size)] += ring - 1
     return events

@@ -88,8 +88,9 @@ class Replicated(Masters):
 
     def _accumulated(self, row: ParameterRow, parameter: Tensor, master: nn.Parameter) -> None:
         """After a microbatch's backward: add a narrow gradient to the master's, then see whether a bucket is full."""
+        if parameter.grad is None:
+            return  # autograd had nothing: the gradient comes with a W
         if master is not parameter:
-            assert parameter.grad is not None
             if master.grad is None:
                 master.grad = parameter.grad.to(master.dtype)
             else:

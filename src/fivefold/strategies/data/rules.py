@@ -51,8 +51,9 @@ def check_schedule(layout: Layout, kinds: Collection[str]) -> None:
     """
     if layout.zero >= 2 and layout.data_shards > 1 and "W" in kinds:
         raise LayoutError(
-            f"zero{layout.zero} reduces the gradients of each microbatch as a whole, but pp{layout.pp}:{layout.schedule} "
-            f"computes weight gradients apart (W); nearest: zero1, or zero{layout.zero} with pp{layout.pp}:1f1b"
+            f"zero{layout.zero} reduces the gradients of each microbatch as a whole, but "
+            f"pp{layout.pp}:{layout.schedule} computes weight gradients apart (W); "
+            f"nearest: zero1, or zero{layout.zero} with pp{layout.pp}:1f1b"
         )
 
 

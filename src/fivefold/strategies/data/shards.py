@@ -147,6 +147,11 @@ class Bucket:
         else:
             self.total += reduced
 
+    def sum_groups_start(self) -> Handle:
+        """Comm: one all-reduce of S elements over the ranks that hold the same shard in other groups."""
+        assert self.total is not None, "a bucket was never reduced"
+        return self.across.all_reduce_start(self.total)
+
     def hand_out(self) -> None:
         """Give every master its gradient."""
         assert self.total is not None, "a bucket was never reduced"

@@ -5,8 +5,9 @@ zero1   A microbatch's gradients are added up on each rank. One reduce-scatter p
 zero2   As soon as the gradients of a bucket are there in a microbatch, they are reduce-scattered and let go; what this
         rank keeps of their sum is added up. One bucket at a time is under way, while the next one fills.
 
-Then, for both: with groups (`zero1/8`) one all-reduce of each bucket's shards over the groups; norm, clipping and update
-on shards; one all-gather per bucket of the new parameters (phase optimizer), all started before the first is awaited.
+Then, for both: with groups (`zero1/8`) one all-reduce of each bucket's shards over the groups; norm, clipping and
+update on shards; one all-gather per bucket of the new parameters (phase optimizer), all started before the first is
+awaited.
 """
 
 from __future__ import annotations
@@ -76,14 +77,9 @@ class Sharded(Masters):
     def wait(self) -> None:
         for bucket in self.buckets():
             bucket.reduce_wait()
-            assert bucket.total is not None, "a bucket was never reduced"
         self.under_way = None
-        groups = [
-            b.across.all_reduce_start(b.total)
-            for b in self.buckets()
-            if b.across.degree > 1 and b.total is not None
-        ]
-        for handle in groups:
+        summing = [bucket.sum_groups_start() for bucket in self.buckets() if bucket.across.degree > 1]
+        for handle in summing:
             handle.wait()
         for bucket in self.buckets():
             bucket.hand_out()
@@ -117,9 +113,9 @@ class Sharded(Masters):
     def _accumulated(self, parameter: Tensor) -> None:
         """After autograd has added a microbatch's gradient: take it over, so that none outlives its bucket."""
         assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad, None
-        self.accumulate(parameter, gradient)
+        if gradient is not None:  # else it comes with a W
+            self.accumulate(parameter, gradient)
 
 
 def shard_optimizer(

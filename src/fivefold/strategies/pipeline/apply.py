@@ -62,6 +62,15 @@ class Trace:
         return sum(elapsed_s(ready, end) for action, _, ready, end in self.marks if action.kind in COMPUTE)
 
     @property
+    def chunk_s(self) -> dict[int, float]:
+        """Chunk -> seconds in its computations."""
+        seconds: dict[int, float] = {}
+        for action, _, ready, end in self.marks:
+            if action.kind in COMPUTE:
+                seconds[action.chunk] = seconds.get(action.chunk, 0.0) + elapsed_s(ready, end)
+        return seconds
+
+    @property
     def actions(self) -> list[tuple[Action, float, float]]:
         """(action, start, end) relative to the start of the run; a computation starts when its message is there."""
         return [

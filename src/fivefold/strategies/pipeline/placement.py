@@ -62,7 +62,8 @@ def stage_layers(
         counts = even_counts(layers, stages)
     elif seconds is None:
         raise LayoutError(
-            f"placement @{layout.placement} needs measured stage times, which are not kept yet; use @flops"
+            f"placement @{layout.placement} needs measured stage times, which only `fivefold train` looks up in the "
+            f"record; use it there, or @flops, or list the layers of each of {stages} stages"
         )
     else:
         counts = balanced_counts(seconds, stages)

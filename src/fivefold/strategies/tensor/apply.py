@@ -15,7 +15,6 @@ from fivefold.strategies.tensor import rules
 from fivefold.strategies.tensor.linear import ColumnParallel, Cut, RowParallel
 from fivefold.strategies.tensor.vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyLoss
 
-
 LINEARS = {"column": ColumnParallel, "row": RowParallel, "head": VocabularyHead}
 
 

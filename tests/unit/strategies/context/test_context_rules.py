@@ -17,7 +17,9 @@ b, S, H, L = 2, 48, 4, 3
 
 def model(heads: int = 8, kv_heads: int = 2) -> ModelSpec:
     attention = AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=H)
-    return ModelSpec(name="tiny", hidden=16, vocab=31, blocks=(BlockSpec(attention=attention, mlp=MLPSpec(ffn=64)),) * L)
+    return ModelSpec(
+        name="tiny", hidden=16, vocab=31, blocks=(BlockSpec(attention=attention, mlp=MLPSpec(ffn=64)),) * L
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
@@ -64,7 +66,11 @@ def test_legal_lengths(text: str, unit: int) -> None:
 @pytest.mark.parametrize(
     ("text", "spec", "message"),
     [
-        ("cp3:ulysses", model(), "ulysses degree 3 .* the 8 heads, .* its 2 KV heads .*: 2 or 4, or cp3:ring"),
+        (
+            "cp3:ulysses",
+            model(),
+            "ulysses degree 3 .* the 8 heads, .* its 2 KV heads .*: 2 or 4, or cp3:ring",
+        ),
         ("cp3:ulysses", model(12, 4), "the 12 heads, and divide its 4 KV heads .*: 2 or 4, or cp3:ring"),
         ("tp2 cp4:ulysses", model(12, 4), "the 6 heads of a tp2 rank, and divide its 2 KV heads.*: 2 or 6"),
         ("cp6:ring2xulysses3", model(), "ulysses degree 3"),
@@ -95,15 +101,15 @@ def test_traffic_by_hand() -> None:
     block = 2 * b * (S // 3) * 2 * H
     ring = Counter[Event]()
     for op in ("send", "recv"):
-        ring[Event("forward", "cp", op, "bfloat16", block * 2)] = 2 * 2  # type: ignore[arg-type]
-        ring[Event("backward", "cp", op, "bfloat16", block * 2)] = 2 * 2  # type: ignore[arg-type]
-        ring[Event("backward", "cp", op, "float32", block * 4)] = 2 * 2  # type: ignore[arg-type]
+        ring[Event("forward", "cp", op, "bfloat16", block * 2)] = 2 * 2
+        ring[Event("backward", "cp", op, "bfloat16", block * 2)] = 2 * 2
+        ring[Event("backward", "cp", op, "float32", block * 4)] = 2 * 2
     assert events("cp3", "bfloat16", 2) == ring
     own = b * S // 4 * H * 4  # 4 ranks; KV heads repeated from 2 to 4
     ulysses = Counter[Event]()
     for phase in ("forward", "backward"):
-        ulysses[Event(phase, "cp", "all_to_all", "float32", own * (8 + 2 * 4))] = 2  # type: ignore[arg-type]
-        ulysses[Event(phase, "cp", "all_to_all", "float32", own * 8)] = 2  # type: ignore[arg-type]
+        ulysses[Event(phase, "cp", "all_to_all", "float32", own * (8 + 2 * 4))] = 2
+        ulysses[Event(phase, "cp", "all_to_all", "float32", own * 8)] = 2
     assert events("cp4:ulysses") == ulysses
     both = events("cp4:ring2xulysses2")
     assert {(e.op, e.bytes) for e in both} == {

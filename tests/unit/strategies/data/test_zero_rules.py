@@ -28,7 +28,9 @@ D, V, L, FFN, X = 32, 64, 4, 48, 4
 LAYER = 2 * D + 4 * D * D + 3 * D * FFN
 
 
-def plan(text: str, *, microbatches: int = 3, tied: bool = False, dtype: str = "float32", **changes: Any) -> Plan:
+def plan(
+    text: str, *, microbatches: int = 3, tied: bool = False, dtype: str = "float32", **changes: Any
+) -> Plan:
     """Sizes that 2 and 4 ranks divide: no padding, so that volumes are those of the formulas."""
     block = BlockSpec(attention=AttentionSpec(heads=8, kv_heads=8, head_dim=4), mlp=MLPSpec(ffn=FFN))
     layout = Layout.parse(text)
@@ -73,7 +75,15 @@ def test_a_shard_is_a_chunk_of_the_local_part(rows: int, n: int, tp: int, dim: i
 
 
 @pytest.mark.parametrize(
-    "text", ["dp4 zero1", "dp3 tp2 zero2", "dp16 zero3", "dp4 zero3/2 tp2", "dp4 pp2 zero1/2", "dp4 tp2 zero1 order=dp-tp-cp-pp"]
+    "text",
+    [
+        "dp4 zero1",
+        "dp3 tp2 zero2",
+        "dp16 zero3",
+        "dp4 zero3/2 tp2",
+        "dp4 pp2 zero1/2",
+        "dp4 tp2 zero1 order=dp-tp-cp-pp",
+    ],
 )
 def test_every_element_is_held_and_written_once(text: str) -> None:
     """Held: by one rank of each sharding group (and each replica over tp). Written: by one rank of all."""
@@ -200,11 +210,15 @@ def names(kinds: str, *, once: bool = False, tied: bool = False) -> Counter[str]
 
 def test_one_microbatch() -> None:
     """The embedding's gradient reads no weight; norm and head are still whole when their backward begins."""
-    assert names("FB") == Counter({"F embedding": 1, "F layers.0": 1, "F layers.1": 1, "F head": 1, "B layers.0": 1, "B layers.1": 1})
+    assert names("FB") == Counter(
+        {"F embedding": 1, "F layers.0": 1, "F layers.1": 1, "F head": 1, "B layers.0": 1, "B layers.1": 1}
+    )
 
 
 def test_a_tied_head_is_one_unit_with_the_embedding() -> None:
-    assert names("FBFB", tied=True) == Counter({"F embedding": 2, "F layers.0": 2, "F layers.1": 2, "B layers.0": 2, "B layers.1": 2})
+    assert names("FBFB", tied=True) == Counter(
+        {"F embedding": 2, "F layers.0": 2, "F layers.1": 2, "B layers.0": 2, "B layers.1": 2}
+    )
 
 
 def test_all_forwards_first() -> None:
@@ -215,7 +229,9 @@ def test_all_forwards_first() -> None:
 
 
 def test_kept_gathered() -> None:
-    assert names("FFBFBB", once=True) == Counter({"F embedding": 1, "F layers.0": 1, "F layers.1": 1, "F head": 1})
+    assert names("FFBFBB", once=True) == Counter(
+        {"F embedding": 1, "F layers.0": 1, "F layers.1": 1, "F head": 1}
+    )
 
 
 # What is refused
@@ -225,7 +241,10 @@ def test_kept_gathered() -> None:
 @pytest.mark.parametrize("level", [2, 3])
 def test_apart_weight_gradients_are_refused(schedule: str, level: int) -> None:
     layout = Layout.parse(f"dp2 pp2:{schedule} zero{level}")
-    with pytest.raises(LayoutError, match=rf"zero{level} .* pp2:{schedule} .*\(W\); nearest: zero1, or zero{level} with pp2:1f1b"):
+    with pytest.raises(
+        LayoutError,
+        match=rf"zero{level} .* pp2:{schedule} .*\(W\); nearest: zero1, or zero{level} with pp2:1f1b",
+    ):
         rules.check_schedule(layout, {"F", "I", "W"})
     rules.check_schedule(layout, {"F", "B"})
     rules.check_schedule(layout.replace(zero=1), {"F", "I", "W"})

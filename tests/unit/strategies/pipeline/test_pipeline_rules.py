@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from fivefold.errors import ConfigError, LayoutError
 from fivefold.strategies.pipeline import rules
 from fivefold.strategies.pipeline.actions import format_actions
 from fivefold.strategies.pipeline.schedules import computations
 
-BLOCK = BlockSpec(attention=AttentionSpec(heads=4, kv_heads=2, head_dim=8), mlp=MLPSpec(ffn=64))
-SPEC = ModelSpec(name="tiny", hidden=32, vocab=100, blocks=(BLOCK,) * 12)
 
-
+@pytest.mark.parametrize(
+    "text",
+    ["dp1", "pp3", "pp3:gpipe", "pp3:1f1b*2", "pp3:bfs", "pp3:bfs*2", "pp3:zbh1", "pp3:zbv", "pp3:dualpipev"],
+)
 def test_named_schedules_take_any_microbatches_and_no_actions(text: str) -> None:
     for m in (1, 2, 5, 12):
         rules.check_schedule(Layout.parse(text), m, None)

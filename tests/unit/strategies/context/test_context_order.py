@@ -7,16 +7,28 @@ import pytest
 
 from fivefold.core.layout import Layout
 from fivefold.strategies.context import order
-from fivefold.strategies.context.order import Part, Spans, local_tokens, parts, parts_of_whole, ring_spans
+from fivefold.strategies.context.order import Part, Spans, local_spans, parts, parts_of_whole, ring_spans
 
-LAYOUTS = ["cp2", "cp3", "cp4:gather", "cp5:ulysses", "cp4:ring2xulysses2", "cp6:ring3xulysses2", "dp2 tp2 cp2 pp2"]
+LAYOUTS = [
+    "cp2",
+    "cp3",
+    "cp4:gather",
+    "cp5:ulysses",
+    "cp4:ring2xulysses2",
+    "cp6:ring3xulysses2",
+    "dp2 tp2 cp2 pp2",
+]
+
+
+def flat(spans: Spans) -> np.ndarray:
+    return np.concatenate([np.arange(span.start, span.stop) for span in spans])
 
 
 @pytest.mark.parametrize("text", ["dp1", *LAYOUTS])
 def test_every_token_is_on_exactly_one_rank(text: str) -> None:
     layout = Layout.parse(text)
     seq_len = 2 * layout.cp * 3
-    held = [local_tokens(seq_len, layout, rank) for rank in range(layout.cp)]
+    held = [flat(local_spans(seq_len, layout, rank)) for rank in range(layout.cp)]
     assert sorted(np.concatenate(held).tolist()) == list(range(seq_len))
     assert {len(tokens) for tokens in held} == {seq_len // layout.cp}
     assert all((np.diff(tokens) > 0).all() for tokens in held), "in time's order"
@@ -25,7 +37,7 @@ def test_every_token_is_on_exactly_one_rank(text: str) -> None:
 def test_orders_by_hand() -> None:
     def held(text: str, seq_len: int = 12) -> list[list[int]]:
         layout = Layout.parse(text)
-        return [local_tokens(seq_len, layout, rank).tolist() for rank in range(layout.cp)]
+        return [flat(local_spans(seq_len, layout, rank)).tolist() for rank in range(layout.cp)]
 
     assert held("cp3") == held("cp3:gather") == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     assert held("cp3:ulysses") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -42,11 +54,9 @@ def test_causal_work_is_equal_under_zigzag(ring: int) -> None:
     assert max(chunks) > 2 * min(chunks)
 
 
-def flat(spans: Spans) -> np.ndarray:
-    return np.concatenate([np.arange(span.start, span.stop) for span in spans])
-
-
-def check(found: tuple[Part, ...], queries: np.ndarray, keys: np.ndarray, window: int | None, masked: bool) -> None:
+def check(
+    found: tuple[Part, ...], queries: np.ndarray, keys: np.ndarray, window: int | None, masked: bool
+) -> None:
     """Every pair that is seen is in one part, none in two; a part's kind tells the truth."""
     seen = keys <= queries[:, None]
     if window is not None:
@@ -85,7 +95,7 @@ def test_parts_cover_what_is_seen(monkeypatch: pytest.MonkeyPatch, ring: int, ti
 
 
 def test_a_plain_ring_step_is_one_product() -> None:
-    """Of the zig-zag halves, what is hidden is not computed: own block causal, earlier half keys, later half queries."""
+    """Own block: causal. Earlier position: the first half of its keys. Later one: the second half of the queries."""
     spans = [ring_spans(24, 3, place) for place in range(3)]
     assert parts(spans[1], spans[1], None, False) == (Part(slice(0, 8), slice(0, 8), "causal"),)
     assert parts(spans[1], spans[0], None, False) == (Part(slice(0, 8), slice(0, 4), "full"),)

@@ -1,0 +1,172 @@
+"""A walk over the legal layouts of a model: every shape, every pair of options, each compared with one device.
+
+spec = preset("tiny-llama")
+for verdict in walk(spec, chosen_layouts(spec, max_ranks=8), dtype="float64"):
+    assert verdict.passed, verdict.cause
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from fivefold import __version__
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import ModelSpec
+from fivefold.core.plan import Plan
+from fivefold.errors import ConfigError, RankFailure
+from fivefold.strategies.legal import covering, legal_layouts, shapes, why_not
+from fivefold.units import MIB
+from fivefold.verify.verify import STEPS, Reference, Verdict, judge
+from fivefold.verify.workload import BOUNDS, common_plans
+
+DType = Literal["float64", "float32"]
+RESULTS_LIMIT_BYTES = 256 * MIB
+
+
+def chosen_layouts(
+    spec: ModelSpec, max_ranks: int, *, least_ranks: int = 2, dtype: DType = "float64"
+) -> list[Layout]:
+    """The fewest legal layouts of 2..max_ranks ranks with every shape and every pair of options, fewest ranks first."""
+    found: list[Layout] = []
+    for ranks in range(least_ranks, max_ranks + 1):
+        found += legal_layouts(spec, ranks, lambda layout: _plan(spec, layout, dtype))
+    return covering(found)
+
+
+def skipped_shapes(
+    spec: ModelSpec, max_ranks: int, *, least_ranks: int = 2, dtype: DType = "float64"
+) -> list[tuple[Layout, str]]:
+    """Shapes of which no layout is legal, with the rule that forbids the plainest."""
+    found = []
+    for ranks in range(least_ranks, max_ranks + 1):
+        legal = {
+            (one.dp, one.tp, one.pp, one.cp)
+            for one in legal_layouts(spec, ranks, lambda layout: _plan(spec, layout, dtype))
+        }
+        for shape in shapes(ranks):
+            if shape not in legal:
+                plain = Layout(dp=shape[0], tp=shape[1], pp=shape[2], cp=shape[3])
+                rule = why_not(plain, lambda layout: _plan(spec, layout, dtype))
+                found.append((plain, rule or "every option of it is refused"))
+    return found
+
+
+def walk(
+    spec: ModelSpec,
+    layouts: Sequence[Layout],
+    *,
+    dtype: DType = "float64",
+    steps: int = STEPS,
+    seed: int = 0,
+    device: str = "auto",
+    budget_s: float = math.inf,
+    results: Path | None = None,
+) -> Iterator[Verdict]:
+    """A verdict for each layout, in order, until the budget is spent; a rank that breaks fails its layout only.
+
+    `results`: a file that gets each verdict as it comes. Those that it holds already are not taken again, so the same
+    walk goes on where it was stopped.
+    Raises: ConfigError for a results file of another walk; UserError for a layout that cannot be run.
+    """
+    book = _Results(results, _header(spec, dtype, steps, seed)) if results is not None else None
+    references: dict[tuple[int, int], Reference] = {}
+    deadline = time.monotonic() + budget_s
+    for layout in layouts:
+        known = book.verdicts.get(str(layout)) if book is not None else None
+        if known is not None:
+            yield known
+            continue
+        if time.monotonic() > deadline:
+            return
+        verdict = _judge(_plans(spec, layout, dtype), references, steps, seed, device)
+        if book is not None:
+            book.add(verdict)
+        yield verdict
+
+
+def _judge(
+    plans: tuple[Plan, Plan],
+    references: dict[tuple[int, int], Reference],
+    steps: int,
+    seed: int,
+    device: str,
+) -> Verdict:
+    plan, single = plans
+    key = (single.workload.seq_len, single.workload.global_batch)
+    if key not in references:
+        references[key] = Reference(single, steps=steps, seed=seed, device=device)
+    try:
+        return references[key].judge(plan)
+    except RankFailure as failure:
+        nothing = judge(plan, [], references[key].wholes, against=single.layout, steps=steps)
+        return nothing.replace(cause=str(failure), event_differences=(), events_match=False)
+
+
+def _plans(spec: ModelSpec, layout: Layout, dtype: DType) -> tuple[Plan, Plan]:
+    return common_plans(spec, layout, Layout(), dtype)
+
+
+def _plan(spec: ModelSpec, layout: Layout, dtype: DType) -> Plan:
+    return _plans(spec, layout, dtype)[0]
+
+
+def _header(spec: ModelSpec, dtype: DType, steps: int, seed: int) -> dict[str, Any]:
+    return {
+        "model": spec.model_dump(mode="json"),
+        "dtype": dtype,
+        "steps": steps,
+        "seed": seed,
+        "version": __version__,
+        "bound": BOUNDS[dtype],
+    }
+
+
+class _Results:
+    """A file of verdicts: what was asked for on the first line, then one verdict a line."""
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self.path = path
+        self.verdicts: dict[str, Verdict] = {}
+        whole = self._read(header) if path.exists() else 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("ab")
+            self.file.truncate(whole)  # a line that was cut short when a walk was killed
+        except OSError as error:
+            raise ConfigError(f"cannot write results to {path}: {error.strerror}") from None
+        if not whole:
+            self._write(header)
+
+    def add(self, verdict: Verdict) -> None:
+        self.verdicts[str(verdict.layout)] = verdict
+        self._write(json.loads(verdict.model_dump_json()))
+
+    def _write(self, value: dict[str, Any]) -> None:
+        self.file.write(json.dumps(value).encode() + b"\n")
+        self.file.flush()
+
+    def _read(self, header: dict[str, Any]) -> int:
+        """Take over what the file holds; returns the bytes of its whole lines."""
+        try:
+            if self.path.stat().st_size > RESULTS_LIMIT_BYTES:
+                raise ConfigError(f"{self.path} is no file of results: it is larger than 256 MiB")
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        except OSError as error:
+            raise ConfigError(f"cannot read results {self.path}: {error.strerror}") from None
+        whole = [line for line in lines if line.endswith(b"\n")]
+        try:
+            found = [json.loads(line) for line in whole]
+            if found and found[0] != json.loads(json.dumps(header)):
+                raise ConfigError(
+                    f"{self.path} holds the results of another walk (model, dtype, steps, seed or version differ); "
+                    "name another file"
+                )
+            self.verdicts = {one["layout"]: Verdict.model_validate(one) for one in found[1:]}
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self.path} is no file of results of this command") from None
+        return sum(map(len, whole))

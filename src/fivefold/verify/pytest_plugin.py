@@ -1,4 +1,4 @@
-"""A pytest fixture, so that a project verifies its layouts in its own tests; pytest loads it where Fivefold is installed.
+"""A pytest fixture, so that a project verifies its layouts in its own tests; pytest finds it by itself.
 
 def test_our_layout(fivefold_verify):
     fivefold_verify("config.json", "dp2 tp2 pp2")

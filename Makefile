@@ -12,7 +12,7 @@ DEV := $(VENV)/.dev-installed
 # One thread per process: the tests start many ranks on few cores.
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Cheapest first: one process, then forked ranks.
-TESTS := tests/unit tests/rules tests/golden tests/ranks
+TESTS := tests/unit tests/rules tests/golden tests/ranks tests/museum
 
 .PHONY: help lab test test-all lint format clean
 

@@ -28,14 +28,18 @@ def check(spec: ModelSpec, layout: Layout, dtype: str, *, steps: int = STEPS) ->
     assert set(verdict.absent) == {"buffers", "routed_experts"}
 
 
-@pytest.mark.parametrize("layout", layouts(), ids=str)
+# The exhaustive run has them all.
+FEW = [cut for cut in layouts() if cut.world_size <= 4 or cut.schedule != "gpipe"]
+
+
+@pytest.mark.parametrize("layout", FEW, ids=str)
 def test_float64_hard_model(layout: Layout) -> None:
     check(HARD, layout, "float64", steps=STEPS if layout.world_size <= MANY_RANKS else 1)
 
 
-@pytest.mark.parametrize("layout", [cut for cut in layouts() if cut.world_size <= 8], ids=str)
+@pytest.mark.parametrize("layout", [cut for cut in layouts() if cut.world_size <= 4], ids=str)
 def test_float32_plain_model(layout: Layout) -> None:
-    check(PLAIN, layout, "float32", steps=STEPS if layout.world_size <= 4 else 1)
+    check(PLAIN, layout, "float32")
 
 
 @pytest.mark.parametrize(

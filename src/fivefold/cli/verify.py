@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float64", "float32"]),
+    type=click.Choice(["float64", "float32", "bfloat16"]),
     default="float64",
     show_default=True,
-    help="Of everything.",
+    help="Of everything; bfloat16 is judged by the error that one device has itself.",
 )
 @click.option(
     "--steps", type=click.IntRange(1, 100), default=2, show_default=True, help="Training steps to compare."
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--shrink", is_flag=True, help="Keep heads, layers and features of the model, make its widths small."
+)
+@click.option(
+    "--documents", is_flag=True, help="Samples of several documents, each of which sees its own tokens only."
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -62,10 +65,11 @@ def command(
     max_ranks: int,
     budget: str | None,
     results: Path | None,
-    dtype: Literal["float64", "float32"],
+    dtype: Literal["float64", "float32", "bfloat16"],
     steps: int,
     seed: int,
     shrink: bool,
+    documents: bool,
     device: str,
     as_json: bool,
 ) -> int:
@@ -89,8 +93,10 @@ def command(
         raise click.UsageError("give --layout for one layout, or --matrix for all")
     spec = resolve(model)
     candidate, reference = Layout.parse(layout or "dp1"), Layout.parse(against)
-    if matrix and (actions is not None or reference.world_size > 1):
-        raise click.UsageError("--matrix compares with dp1, and has no custom schedules")
+    if matrix and (actions is not None or reference.world_size > 1 or dtype == "bfloat16"):
+        raise click.UsageError(
+            "--matrix compares with dp1 in float64 or float32, and has no custom schedules"
+        )
     lines = None if actions is None else read_actions(actions)
 
     from fivefold.verify import verify as judge
@@ -102,23 +108,23 @@ def command(
         from fivefold.cli.matrix import run_matrix
 
         return run_matrix(
-            spec, max_ranks, dtype=dtype, steps=steps, seed=seed, device=device,
+            spec, max_ranks, dtype="float32" if dtype == "float32" else "float64", steps=steps, seed=seed, device=device,
             budget=budget, results=results, as_json=as_json,
         )  # fmt: skip
     ranks = max(candidate.world_size, reference.world_size)
     click.echo(
         f"verifying {spec.name} under {candidate} against {reference}, up to {ranks} ranks ...", err=True
     )
-    verdict = judge.verify(
-        spec,
-        candidate,
-        reference,
-        dtype=dtype,
-        steps=steps,
-        seed=seed,
-        device=device,
-        actions=lines,
-    )
+    if dtype == "bfloat16":
+        from fivefold.verify.rounding import verify_bfloat16
+
+        if reference.world_size > 1:
+            raise click.UsageError("bfloat16 is compared with dp1 in float64; leave --against out")
+        verdict = verify_bfloat16(spec, candidate, steps=steps, seed=seed, device=device, actions=lines)
+    else:
+        verdict = judge.verify(
+            spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device, actions=lines
+        )
     if as_json:
         print_json(verdict.model_dump(mode="json"))
     else:
@@ -134,22 +140,21 @@ def _print(verdict: Verdict) -> None:
         title=f"{verdict.model}: {verdict.layout} against {verdict.against}, {verdict.dtype}",
         title_justify="left",
     )
-    table.add_column("quantity")
-    table.add_column("relative error", justify="right")
-    table.add_column("")
+    own = verdict.own_errors
+    for name in ("quantity", "relative error", *(["one device"] if own else []), ""):
+        table.add_column(name, justify="right" if name in ("relative error", "one device") else "left")
     for quantity, error in verdict.quantities.items():
         if quantity in verdict.absent:
-            table.add_row(quantity, "-", "[dim]the model has none[/dim]")
+            cells = ["-", *(["-"] if own else []), "[dim]the model has none[/dim]"]
         elif quantity in verdict.not_judged:
-            table.add_row(quantity, f"{error:.1e}", f"[dim]not judged in {verdict.dtype}[/dim]")
+            cells = [f"{error:.1e}", *_own(own, quantity), f"[dim]not judged in {verdict.dtype}[/dim]"]
         else:
-            table.add_row(
-                quantity,
-                f"{error:.1e}",
-                "[green]ok[/green]" if error <= verdict.bound else "[red]differs[/red]",
-            )
+            good = error <= (verdict.bounds or {}).get(quantity, verdict.bound)
+            outcome = "[green]ok[/green]" if good else "[red]worse[/red]" if own else "[red]differs[/red]"
+            cells = [f"{error:.1e}", *_own(own, quantity), outcome]
+        table.add_row(quantity, *cells)
     agree = "[green]as predicted[/green]" if verdict.events_match else "[red]not as predicted[/red]"
-    table.add_row("communication", "", agree)
+    table.add_row("communication", *([""] if own else []), "", agree)
     console = Console(file=sys.stdout)
     console.print(table)
     steps = f"{verdict.steps} step{'s' if verdict.steps > 1 else ''}"
@@ -161,7 +166,17 @@ def _print(verdict: Verdict) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+def _own(own: dict[str, float] | None, quantity: str) -> list[str]:
+    return [] if own is None else [f"{own[quantity]:.1e}"]
+
+
 def _outcome(verdict: Verdict) -> str:
+    if verdict.own_errors is not None:
+        return (
+            "[green]rounds no worse than one device[/green]"
+            if verdict.passed
+            else "[red]worse than one device[/red]"
+        )
     if verdict.passed:
         return "[green]the same model[/green]"
     if not verdict.max_rel_err <= verdict.bound:

@@ -167,12 +167,16 @@ class SyntheticDataset(Dataset):
     0, P, 2P ... keep just one label, and (P being odd) ranks that take 2, 4, 8 ... samples each differ too:
     a loss that averages per microbatch or per rank, rather than over all valid tokens, comes out wrong.
     The tokens under the mask are real ones, so that a lost mask shows.
+    With `documents`, a sample is several documents whose ends depend on its number, and ends in padding.
     """
 
-    def __init__(self, vocab: int, seq_len: int, seed: int, *, masked_tails: bool = True) -> None:
+    def __init__(
+        self, vocab: int, seq_len: int, seed: int, *, masked_tails: bool = True, documents: bool = False
+    ) -> None:
         if vocab < 1 or seq_len < 1:
             raise WorkloadError(f"vocabulary and seq_len must be at least 1, got {vocab} and {seq_len}")
         self.vocab, self.seq_len, self.seed, self.masked_tails = vocab, seq_len, seed, masked_tails
+        self.documents = documents
         self._period = max(1, seq_len - 1 - seq_len % 2)
         self._stride = _coprime_near(round(self._period / 5), self._period)
 
@@ -191,8 +195,17 @@ class SyntheticDataset(Dataset):
             labels_BS=np.ascontiguousarray(sample_BS1[:, 1:]),
             loss_mask_BS=np.arange(length) < self.valid_labels(numbers)[:, None],
             positions_BS=_positions(len(numbers), length),
-            document_ids_BS=np.repeat(numbers[:, None], length, axis=1),
+            document_ids_BS=self._document_ids(numbers),
         )
+
+    def _document_ids(self, numbers: Ints) -> Ints:
+        """Shape [B, S]. Documents end after 1 + k mod S/4 and S/2 + k mod S/4 tokens of sample k; padding is 1/8."""
+        place = np.arange(self.seq_len)
+        if not self.documents:
+            return np.repeat(numbers[:, None], self.seq_len, axis=1)
+        shift = numbers[:, None] % max(1, self.seq_len // 4)
+        ids: Ints = (place > shift).astype(np.int64) + (place >= self.seq_len // 2 + shift)
+        return np.where(place >= self.seq_len - self.seq_len // 8, -1, ids)
 
 
 def _positions(rows: int, length: int) -> Ints:

@@ -250,10 +250,15 @@ class TensorFile:
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self.path = path
-        header, self._entries, self.size_bytes = _layout_of(path, tensors)
+        self.header, self._entries, self.size_bytes = _layout_of(path, tensors)
         self._left = sum(entry.stop - entry.start for entry in self._entries.values())
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        _write_all(self._fd, 0, memoryview(header))
+        _write_all(self._fd, 0, memoryview(self.header))
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors in the order in which they stand in the file, after the header."""
+        return list(self._entries)
 
     def write(self, name: str, first: int, values: Tensor) -> None:
         """Write `values` as rows of tensor `name` from row `first` on, converted to its dtype by blocks."""

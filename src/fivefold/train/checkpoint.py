@@ -17,22 +17,21 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import safetensors
 import torch
 from pydantic import Field, JsonValue, StringConstraints, model_validator
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.core.value import Value
 from fivefold.errors import CheckpointError, ConfigError, ModelError
 from fivefold.nn.hub_files import COMPANIONS, MOST_COMPANION_BYTES, read_small
-from fivefold.nn.safetensors_io import CODES, Header, read_header, read_region
+from fivefold.nn.safetensors_io import CODES, Header, TensorFile, byte_view, read_header, read_region
 from fivefold.units import MIB, format_bytes
 
 MANIFEST = "manifest.json"
@@ -182,21 +181,46 @@ class Piece:
         return f"{self.key}@{','.join(str(part.start) for part in self.region)}"
 
 
+WRITE_BLOCK_BYTES = 4 * MIB
+"""What is written and hashed before the writer may rest."""
+
+
 def write_pieces(
-    folder: Path, rank: int, pieces: Sequence[Piece]
+    folder: Path,
+    rank: int,
+    pieces: Sequence[Piece],
+    *,
+    rest: Callable[[float], object] = lambda worked_s: None,
 ) -> tuple[dict[str, TensorEntry], dict[str, FileEntry]]:
-    """Write this rank's pieces to its file, down to the disk. Returns its part of the manifest. Raises: OSError."""
+    """Write this rank's pieces to its file, down to the disk. Returns its part of the manifest. Raises: OSError.
+
+    `rest(seconds)` is called after every block with the seconds that it took.
+    """
     if not pieces:
         return {}, {}
-    file = f"rank-{rank:05d}.safetensors"
-    path = folder / file
+    path = folder / f"rank-{rank:05d}.safetensors"
+    path.unlink(missing_ok=True)
+    by_name = {piece.name: piece.values for piece in pieces}
+    file = TensorFile(path, {name: (values.dtype, tuple(values.shape)) for name, values in by_name.items()})
     try:
-        save_file({piece.name: piece.values for piece in pieces}, path)
-    except safetensors.SafetensorError as error:
-        raise OSError(None, str(error), str(path)) from None
-    sync(path)
-    entries = [{piece.key: _entry(piece, file)} for piece in pieces]
-    return merge_tensors(entries), {file: FileEntry(size_bytes=path.stat().st_size, sha256=file_sha256(path))}
+        digest = hashlib.sha256(file.header)
+        for name in file.names:
+            values = by_name[name]
+            rows = values if values.ndim else values.reshape(1)
+            step = max(1, WRITE_BLOCK_BYTES // max(1, rows[:1].numel() * rows.itemsize))
+            for first in range(0, rows.shape[0], step):
+                began = time.perf_counter()
+                block = rows[first : first + step]
+                file.write(name, first, block)
+                digest.update(byte_view(block))
+                rest(time.perf_counter() - began)
+        file.close()
+    finally:
+        file.abandon()
+    entries = [{piece.key: _entry(piece, path.name)} for piece in pieces]
+    return merge_tensors(entries), {
+        path.name: FileEntry(size_bytes=file.size_bytes, sha256=digest.hexdigest())
+    }
 
 
 def write_model_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileEntry]:

@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ from fivefold.train.trainer import Trainer
 Warn = Callable[[str], None]
 
 
+REST = 2.0
+"""The writing thread rests so many times as long as it works: at 0 a step took 1.33 times as long, at 1 1.22 times."""
+
+
 class Saver:
     """Saves one run's checkpoints. All ranks call the same methods at the same steps."""
 
@@ -67,6 +72,8 @@ class Saver:
         self.config, self.folder, self.trainer, self.rank = config, Path(config.folder), trainer, rank
         self.data, self.warn = data, warn
         self.thread: threading.Thread | None = None
+        self.hurry = threading.Event()
+        """Set while somebody waits for the save under way."""
         self.saved: list[int] = []
         self.group = dist.new_group(backend="gloo") if rank.world_size > 1 else None
 
@@ -76,6 +83,7 @@ class Saver:
         pieces = self._copy()
         manifest = self._manifest(step)
         self.thread = threading.Thread(target=self._write, args=(step, pieces, manifest), name="checkpoint")
+        self.hurry.clear()
         self.thread.start()
         if not self.config.asynchronous:
             self.wait()
@@ -83,6 +91,7 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save under way."""
         if self.thread is not None:
+            self.hurry.set()
             self.thread.join()
             self.thread = None
 
@@ -118,10 +127,13 @@ class Saver:
         if self.config.asynchronous:
             _give_way()
         try:
-            if bad := next((piece for piece in pieces if not _finite(piece.values)), None):
-                raise OSError(f"{bad.key} has a NaN or an infinity")
+            for piece in pieces:
+                began = time.perf_counter()
+                if not _finite(piece.values):
+                    raise OSError(f"{piece.key} has a NaN or an infinity")
+                self._rest(time.perf_counter() - began)
             partial.mkdir(parents=True, exist_ok=True)
-            part = write_pieces(partial, self.rank.rank, pieces)
+            part = write_pieces(partial, self.rank.rank, pieces, rest=self._rest)
         except Exception as error:
             part = f"rank {self.rank.rank}: {_reason(error)}"
         try:
@@ -130,6 +142,10 @@ class Saver:
             parts = [_reason(error)]
         if self.rank.rank == 0:
             self._finish(step, parts, manifest, partial, final)
+
+    def _rest(self, worked_s: float) -> None:
+        """Cores share caches, memory and often their units with the one that trains: work a third of the time."""
+        self.hurry.wait(REST * worked_s)
 
     def _finish(
         self, step: int, parts: list[Any], manifest: dict[str, Any], partial: Path, final: Path

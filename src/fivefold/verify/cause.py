@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from statistics import median
 
 from fivefold.core.layout import Layout
+from fivefold.verify.communication import rank_names
 from fivefold.verify.compare import Errors, Key
-from fivefold.verify.observe import COUNT
+from fivefold.verify.observe import COUNT, INPUTS
 
 CLEAN_RATIO = 100.0
 """A ratio is clean when what is left at it is below this many times the bound: all else is then explained."""
@@ -34,8 +35,8 @@ def find_cause(
 ) -> Cause:
     """Name the first module that differs and the ratio if it is a clean one.
 
-    `counts`: what a ratio may be (microbatches, dp, ...). Order: missing tensors; then step by step forward, backward,
-    update; then events.
+    `counts`: what a ratio may be (microbatches, dp, ...). Order: missing tensors; then step by step what was read,
+    forward, backward, update; then events, which are told beside numbers that differ as well.
     """
     if errors.missing:
         names = ", ".join(f"{name} ({quantity})" for quantity, name in errors.missing[:3])
@@ -48,7 +49,10 @@ def find_cause(
     ]
     if bad:
         when = min(map(_when, bad))
-        return _describe([key for key in bad if _when(key) == when], errors, bound, counts)
+        cause = _describe([key for key in bad if _when(key) == when], errors, bound, counts)
+        more = f" and {len(event_lines) - 1} more" if len(event_lines) > 1 else ""
+        also = f"; nor is the communication as predicted: {event_lines[0]}{more}" if event_lines else ""
+        return replace(cause, text=cause.text + also)
     if event_lines:
         return Cause(
             None, None, f"the numbers agree, the communication does not: {'; '.join(event_lines[:3])}"
@@ -57,7 +61,10 @@ def find_cause(
 
 
 def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
-    """Set each axis to 1 in turn; the axes without which the difference is gone are the guilty ones."""
+    """Set each axis to 1 in turn; the axes without which the difference is gone are the guilty ones.
+
+    Then the options that act on the guilty axes, each in turn at its plainest.
+    """
     axes = [axis for axis in ("tp", "cp", "pp", "dp") if layout.degree(axis) > 1]
     guilty = [axis for axis in axes if not still_fails(layout.without(axis))]  # type: ignore[arg-type]
     if not guilty and len(axes) == 1:
@@ -65,8 +72,26 @@ def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
     if not guilty:
         return f"the difference stays whichever of {', '.join(axes)} is set to 1"
     if len(guilty) == 1:
-        return f"axis {guilty[0]}: with {guilty[0]} = 1 the difference is gone"
-    return f"axes {' and '.join(guilty)} together: with either at 1 the difference is gone"
+        text = f"axis {guilty[0]}: with {guilty[0]} = 1 the difference is gone"
+    else:
+        text = f"axes {' and '.join(guilty)} together: with either at 1 the difference is gone"
+    spared = [name for name, plainer in _plainer(layout, guilty) if not still_fails(plainer)]
+    return text + (f", and so it is with {' or '.join(spared)}" if spared else "")
+
+
+def _plainer(layout: Layout, axes: Collection[str]) -> Iterator[tuple[str, Layout]]:
+    """The layout with one option of these axes at its plainest, and what that option is then."""
+    if "tp" in axes and layout.sp:
+        yield "nosp", layout.replace(sp=False)
+    if "cp" in axes and layout.cp_method != "gather":
+        yield "gather", layout.replace(cp_method="gather")
+    if "pp" in axes and (layout.schedule, layout.chunks) != ("1f1b", 1):
+        placement = "even" if isinstance(layout.placement, tuple) else layout.placement
+        yield "1f1b", layout.replace(schedule="1f1b", placement=placement)
+    if layout.zero_group is not None:
+        yield f"zero{layout.zero} without groups", layout.replace(zero_group=None)
+    if layout.zero:
+        yield "zero0", layout.replace(zero=0, zero_group=None)
 
 
 def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, int]) -> Cause:
@@ -78,17 +103,28 @@ def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, in
     extent = f"all {total}" if len(bad) == total and total > 1 else f"{len(bad)} of {total}"
     worst = max(errors.by_tensor[key] for key in bad)
     step = f" in step {_step_of(name)}" if " step " in name else ""
+    where = _where(bad, errors, bound)
     first: str | None = None
     if quantity in ("loss", "grad_norm"):
         runs = " and ".join(sorted((run for _, run in bad), key=order))
-        text = f"{what} differs by {worst:.2g} in {runs}"
+        text = f"{what} differs by {worst:.2g} in {runs}{where}"
+    elif quantity == "inputs":
+        read = " and ".join(name for name in INPUTS if any(key[1].startswith(name) for key in bad))
+        return Cause(None, None, f"the ranks read other {read}{step} (worst {worst:.2g}{where})")
     else:
         first = _module_of(name)
         kind = next((label for kind, label in _KINDS.items() if f" {kind} " in f"{name} "), what)
-        text = f"{kind} of {first}{step} is the first to differ ({extent} differ, worst {worst:.2g})"
+        text = f"{kind} of {first}{step} is the first to differ ({extent} differ, worst {worst:.2g}{where})"
     if ratio is not None:
         text += f"; {what}: {_times(ratio, counts, CLEAN_RATIO * bound)}"
     return Cause(first, ratio, text)
+
+
+def _where(bad: list[Key], errors: Errors, bound: float) -> str:
+    """`, on rank 1 only` where other ranks that have a part of the same tensors are right."""
+    of_ranks = [(rank, error) for key in bad for rank, error in errors.by_rank.get(key, {}).items()]
+    wrong = {rank for rank, error in of_ranks if not error <= bound}
+    return "" if wrong == {rank for rank, _ in of_ranks} else f", on {rank_names(sorted(wrong))} only"
 
 
 def _common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
@@ -142,6 +178,8 @@ def _backward(name: str) -> tuple[int, int, str]:
 
 
 _STAGES: dict[str, tuple[str, Callable[[str], tuple[int, int, str]]]] = {
+    "initial": ("the initial value", _forward),
+    "inputs": ("what the ranks read", _forward),
     "activations": ("the output", _forward),
     "logits": ("the logits", _forward),
     "gradients": ("the gradient", _backward),

@@ -30,13 +30,14 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
             every = len(steps) == len(seen.events) > 1
             found.setdefault(line, {}).setdefault(("every step",) if every else tuple(steps), []).append(rank)
     return [
-        f"{_ranks(ranks, len(observations))}, {_some(steps)}: {line}"
+        f"{rank_names(ranks, len(observations))}, {_some(steps)}: {line}"
         for line, places in found.items()
         for steps, ranks in places.items()
     ]
 
 
-def _ranks(ranks: list[int], world_size: int) -> str:
+def rank_names(ranks: Sequence[int], world_size: int = 0) -> str:
+    """`rank 1`, `ranks 0 and 2`; `every rank` where they are all of a world of more than one."""
     if len(ranks) == world_size > 1:
         return "every rank"
     return f"rank{'s' if len(ranks) > 1 else ''} {_some(ranks)}"

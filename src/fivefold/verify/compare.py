@@ -42,6 +42,8 @@ class Errors:
     """Tensors, or parts of them, that no rank has."""
     shares: dict[Key, tuple[float, float]] = field(default_factory=dict)
     """For tensors whose error is not zero: (ratio r that fits a = r b best, error that is left at that ratio)."""
+    by_rank: dict[Key, dict[int, float]] = field(default_factory=dict)
+    """The error of every tensor on each rank that has a part of it."""
 
     def of(self, quantity: str) -> float:
         """The largest error of a quantity; infinite if a part of it is missing, 0 if the model has none."""
@@ -79,14 +81,17 @@ def compare(observations: Sequence[Observation], reference: dict[Key, Whole]) ->
         if key not in seen or not np.all(seen[key].covered | ~whole.covered)
     )
     errors.missing += sorted(key for key in seen if key not in reference)
-    for piece in _pieces(observations):
-        key = (piece.quantity, piece.name)
-        if key not in reference or piece.values.size == 0:
-            continue
-        whole = reference[key]
-        scale = max(_largest(whole.values), floors.get((piece.quantity, whole.block), 0.0))
-        error = _relative(_distance(piece.values, whole.values[piece.region]), scale)
-        errors.by_tensor[key] = max(error, errors.by_tensor.get(key, 0.0))
+    for rank, observation in enumerate(observations):
+        for piece in observation.pieces:
+            key = (piece.quantity, piece.name)
+            if key not in reference or piece.values.size == 0:
+                continue
+            whole = reference[key]
+            scale = max(_largest(whole.values), floors.get((piece.quantity, whole.block), 0.0))
+            error = _relative(_distance(piece.values, whole.values[piece.region]), scale)
+            errors.by_tensor[key] = max(error, errors.by_tensor.get(key, 0.0))
+            of_rank = errors.by_rank.setdefault(key, {})
+            of_rank[rank] = max(error, of_rank.get(rank, 0.0))
     for key, error in errors.by_tensor.items():
         if error > 0.0 and key in seen:
             errors.shares[key] = _ratio(seen[key].values, reference[key].values)

@@ -81,7 +81,7 @@ def walk(
         if known is not None:
             yield known
             continue
-        if time.monotonic() > deadline:
+        if time.monotonic() >= deadline:
             return
         verdict = _judge(_plans(spec, layout, dtype), references, steps, seed, device)
         if book is not None:

@@ -1,8 +1,8 @@
 """What one rank saw of its training steps: pieces of global tensors, each with the global region that it covers.
 
 Names of quantities follow the error measure: loss, logits, gradients, grad_norm, weights_sgd, weights_adamw, moments;
-`activations` (the output of the embedding and of every layer) serve to find the first module that differs. Names of
-tensors end in the step: `layers.0.mlp.up.weight step 2`, `head.weight exp_avg step 1`; of scalars in the run as well:
+`inputs` (what the rank was fed), `initial` (weights before the first step) and `activations` (the output of the
+embedding and of every layer) serve to find what differs first. Names of tensors end in the step: `layers.0.mlp.up.weight step 2`, `head.weight exp_avg step 1`; of scalars in the run as well:
 `sgd step 2`. Steps count from 1.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from fivefold.core.events import Event
@@ -23,13 +24,15 @@ from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, parameters
 from fivefold.data.batches import Dataset
-from fivefold.engine.engine import Engine
+from fivefold.engine.build import ValueSource
+from fivefold.engine.engine import Engine, LoadMicrobatch
 from fivefold.engine.feed import feed
 from fivefold.nn.roles import modules_with_role
 from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.context.order import local_spans, section
+from fivefold.strategies.pipeline.apply import Microbatch
 
 Region = tuple[slice, ...]
 Array = npt.NDArray[Any]
@@ -39,6 +42,8 @@ LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = "updates"
 """How often AdamW has updated a parameter, by the optimizer's own state: its bias correction depends on it."""
+INPUTS = {"tokens": "tokens_BS", "labels": "labels_BS", "loss mask": "mask_BS", "positions": "positions"}
+"""What a microbatch holds, by name: the field of `Microbatch`."""
 NOISE = 0.1
 """Spread of norms around 1 and of biases around 0, so that a fault in them shows."""
 
@@ -64,25 +69,32 @@ class Observation:
     """The ledger of every step, by run and step: `sgd step 1`."""
 
 
-def observe(rank: Rank, plan: Plan, dataset: Dataset, *, seed: int, steps: int) -> Observation:
+def observe(
+    rank: Rank, plan: Plan, dataset: Dataset, *, seed: int, steps: int, weights: ValueSource | None = None
+) -> Observation:
     """Train `steps` steps with SGD and, from the same start, with AdamW; look at everything on the way.
 
     Loss, gradient norm and communication of every step; what is large (activations, logits, gradients, weights,
-    moments) of the first step and of the last.
+    moments) of the first step and of the last. `weights`: where the initial values come from; None: the seed.
     """
     seen = Observation()
     mesh = Mesh(plan.layout, rank.rank, rank.device)
     for name in OPTIMIZERS:
         optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)
         execution = plan.execution.replace(optimizer=optimizer)
-        engine = Engine(plan.replace(execution=execution), mesh, seed=seed, noise=NOISE)
+        engine = Engine(plan.replace(execution=execution), mesh, seed=seed, noise=NOISE, weights=weights)
+        if name == "sgd":
+            seen.pieces += [
+                _parameter_piece("initial", row, w, engine, None) for row, w in engine.data.weights()
+            ]
         for step in range(1, steps + 1):
             kept, run = step in kept_steps(steps), f"{name} step {step}"
+            load = feed(dataset, plan, mesh, step - 1)
             with ExitStack() as stack:
                 ledger = stack.enter_context(Ledger(mesh))
                 if kept and name == "sgd":
-                    stack.enter_context(_watching(engine, seen, step))
-                result = engine.step(feed(dataset, plan, mesh, step - 1), LEARNING_RATE[name])
+                    load = stack.enter_context(_watching(engine, seen, step)).reading(load)
+                result = engine.step(load, LEARNING_RATE[name])
             seen.events[run] = ledger.events
             seen.pieces += [_scalar("loss", run, result.loss), _scalar("grad_norm", run, result.grad_norm)]
             if kept:
@@ -106,7 +118,9 @@ def kept_moments(plan: Plan, step: int) -> tuple[str, ...]:
 def required(plan: Plan, steps: int) -> Iterator[tuple[str, str]]:
     """(quantity, name) of all that the ranks of any layout must have seen together: a model has nothing less."""
     names = [row.name for row in parameters(plan.model)]
+    yield from (("initial", name) for name in names)
     for step in kept_steps(steps):
+        yield from (("inputs", f"{name} step {step}") for name in INPUTS)
         for name in ("embedding", *(f"layers.{i}" for i in range(plan.model.layers))):
             yield "activations", f"{name} step {step}"
         yield "logits", f"head step {step}"
@@ -146,29 +160,31 @@ def _scalar(quantity: str, name: str, value: float) -> Piece:
 
 
 def _parameter_piece(
-    quantity: str, row: ParameterRow, local: Tensor, engine: Engine, step: int, kind: str = ""
+    quantity: str, row: ParameterRow, local: Tensor, engine: Engine, step: int | None, kind: str = ""
 ) -> Piece:
     """Each kind of moment is judged by its own size: squares of gradients are far smaller than gradients."""
     region = row.region(engine.plan.layout, engine.mesh.coordinate)
     inside = tuple(slice(0, part.stop - part.start) for part in region)
-    suffix = f"{kind and ' '}{kind} step {step}"
+    suffix = f"{kind and ' '}{kind}" + ("" if step is None else f" step {step}")
     name, block = (row.tied_to or row.name) + suffix, row.block + suffix
     return Piece(quantity, name, row.shape, region, _numpy(local[inside]), block)
 
 
 def _numpy(x: Tensor) -> Array:
-    return x.detach().to(device="cpu", copy=True).contiguous().numpy()
+    """A copy; numpy has no bfloat16, which float32 holds exactly."""
+    dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+    return x.detach().to(device="cpu", dtype=dtype, copy=True).contiguous().numpy()
 
 
 class _watching:
-    """Collects the gradients, logits and activations of one step through hooks that touch nothing."""
+    """Collects the inputs, activations, logits and gradients of one step through hooks that touch nothing."""
 
     def __init__(self, engine: Engine, seen: Observation, step: int) -> None:
         self.engine, self.seen, self.step = engine, seen, step
         self.counts: Counter[str] = Counter()
         self.hooks: list[Any] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _watching:
         self.engine.after_backward = self._keep_gradients
         for module in self.engine.chunks.values():
             for role in ("embedding", "layer"):
@@ -176,11 +192,32 @@ class _watching:
                     self.hooks.append(part.register_forward_hook(self._keep("activations", name)))
             for name, part in modules_with_role(module, "head"):
                 self.hooks.append(part.register_forward_hook(self._keep("logits", name)))
+        return self
 
     def __exit__(self, *_: Any) -> None:
         self.engine.after_backward = None
         for hook in self.hooks:
             hook.remove()
+
+    def reading(self, load: LoadMicrobatch) -> LoadMicrobatch:
+        """`load`, and keep what it gives."""
+
+        def kept(index: int) -> Microbatch:
+            batch = load(index)
+            for name, field_name in INPUTS.items():
+                self._keep_input(f"{name} step {self.step}", index, getattr(batch, field_name))
+            return batch
+
+        return kept
+
+    def _keep_input(self, name: str, microbatch: int, values: Tensor) -> None:
+        """Shapes: [B or 1, S/cp]; positions that are the same in every row come once."""
+        plan, layout = self.engine.plan, self.engine.plan.layout
+        length, rows = plan.workload.seq_len, self._rows(microbatch)
+        shape = plan.workload.global_batch, length
+        values = values.expand(rows.stop - rows.start, -1)
+        for here, places in _placed(local_spans(length, layout, self.engine.mesh.coordinate["cp"])):
+            self.seen.pieces.append(Piece("inputs", name, shape, (rows, places), _numpy(values[:, here])))
 
     def _keep_gradients(self, gradients: list[tuple[ParameterRow, Tensor]]) -> None:
         self.seen.pieces += [
@@ -208,15 +245,20 @@ class _watching:
         The sequence comes in pieces, each as (place in `out`, place in the sequence).
         """
         plan, layout, at = self.engine.plan, self.engine.plan.layout, self.engine.mesh.coordinate
-        batch, rows = plan.workload.global_batch, plan.execution.micro_batch
-        first = at["dp"] * (batch // layout.dp) + microbatch * rows
         length, features = plan.workload.seq_len, out.shape[2]
         width = plan.model.vocab if quantity == "logits" else plan.model.hidden
         local = length // layout.cp
         mine = _part(at["tp"], out.shape[1], local, cut=out.shape[1] < local)
         spans = section(local_spans(length, layout, at["cp"]), mine.start, mine.stop)
         columns = _part(at["tp"], features, width, cut=quantity == "logits" and layout.tp > 1)
-        return (batch, length, width), (slice(first, first + rows), _placed(spans), columns)
+        return (plan.workload.global_batch, length, width), (self._rows(microbatch), _placed(spans), columns)
+
+    def _rows(self, microbatch: int) -> slice:
+        """The rows of the global batch that a microbatch of this rank is."""
+        plan, data_rank = self.engine.plan, self.engine.mesh.coordinate["dp"]
+        rows = plan.execution.micro_batch
+        first = data_rank * (plan.workload.global_batch // plan.layout.dp) + microbatch * rows
+        return slice(first, first + rows)
 
 
 def _placed(spans: tuple[range, ...]) -> list[tuple[slice, slice]]:

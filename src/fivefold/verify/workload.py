@@ -38,16 +38,17 @@ def common_plans(
     dtype: DType,
     *,
     actions: tuple[str, ...] | None = None,
+    documents: bool = False,
 ) -> tuple[Plan, Plan]:
     """A small workload that is legal for both layouts, and the two plans.
 
     Two sequences a microbatch, at least two microbatches on every data rank, the same global batch; a sequence that
     both can cut and that is longer than the attention windows, where that is affordable and the model has so many
     positions (`idle_windows` tells where not). `actions`: the custom schedule of `layout`, which says how many
-    microbatches there are.
+    microbatches there are. `documents`: tokens attend within their own document, of which a sample has several.
     """
-    if dtype not in BOUNDS:
-        raise ConfigError(f"verify knows the bounds of {' and '.join(BOUNDS)}, not of {dtype!r}")
+    if dtype not in (*BOUNDS, "bfloat16"):
+        raise ConfigError(f"verify compares in {', '.join(BOUNDS)} and bfloat16, not in {dtype!r}")
     count = MICROBATCHES if actions is None else _microbatches_of(actions)
     global_batch = MICRO_BATCH * count * lcm(layout.dp, against.dp)
     unit = lcm(*(2 * cut.tp * cut.cp for cut in (layout, against)))
@@ -58,7 +59,7 @@ def common_plans(
         Plan(
             model=spec,
             cluster=Cluster.parse("cpu"),
-            workload=Workload(seq_len=seq_len, global_batch=global_batch),
+            workload=Workload(seq_len=seq_len, global_batch=global_batch, separate_documents=documents),
             layout=cut,
             execution=Execution(
                 micro_batch=MICRO_BATCH,

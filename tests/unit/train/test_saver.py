@@ -90,10 +90,10 @@ def test_a_save_under_way_does_not_see_later_steps(tmp_path: Path, monkeypatch: 
     """The thread writes only after another step was taken."""
     go, began = threading.Event(), threading.Event()
 
-    def held_up(folder: Path, rank: int, pieces: list[Piece]) -> Any:
+    def held_up(folder: Path, rank: int, pieces: list[Piece], **options: Any) -> Any:
         began.set()
         assert go.wait(30)
-        return write_pieces(folder, rank, pieces)
+        return write_pieces(folder, rank, pieces, **options)
 
     monkeypatch.setattr(module, "write_pieces", held_up)
     saving = Saving(tmp_path)
@@ -168,7 +168,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str)
     saving.run(1, 1)
     whole = {path.name: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()}
 
-    def full(folder: Path, *_: Any) -> Any:
+    def full(folder: Path, *_: Any, **_options: Any) -> Any:
         folder = folder if folder.is_dir() else folder.parent
         (folder / "rank-00000.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -200,7 +200,7 @@ def test_the_folder_is_gone(tmp_path: Path) -> None:
 
 def test_a_fault_of_our_own_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose thread died in silence would hold up all others."""
-    monkeypatch.setattr(module, "write_pieces", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "write_pieces", lambda *_, **_options: 1 / 0)
     saving = Saving(tmp_path)
     saving.run(1, 2)
     assert len(saving.warned) == 2

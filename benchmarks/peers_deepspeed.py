@@ -1,0 +1,172 @@
+"""DeepSpeed as an opponent of peers.py: ZeRO, its pipeline, its Ulysses, on the CPU over gloo.
+
+It trains our decoder, so that only the machinery differs. Shims, all that it takes beyond what its manual says:
+
+- `DS_ACCELERATOR=cpu`, and installed with `DS_BUILD_OPS=0`: no operator of its own is compiled. Its optimizer is torch's
+  fused AdamW, handed over; collectives are torch's on gloo.
+- It joins the process group that is there rather than making one.
+- It averages gradients over ranks and microbatches, ours are sums over valid tokens: each microbatch's loss is
+  multiplied by ranks x microbatches and divided by the global count of valid tokens, so that both optimise the same.
+- Attention cores are wrapped for `DistributedAttention`, which wants [B, S, N, H] and we [B, N, S, H]: two views.
+- The pipeline's layers hold their rotary angles, made once: its stages pass on nothing but hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor, nn
+
+from fivefold.nn.decoder import Decoder
+from single_rank import MICROBATCHES, Step
+
+if TYPE_CHECKING:
+    from peers import Job
+
+deepspeed_logger.setLevel(logging.WARNING)
+
+
+class Trained(nn.Module):
+    """The decoder and its loss in one forward. Shapes: tokens, labels, mask [B, S] -> sum of token losses."""
+
+    def __init__(self, model: Decoder, positions: Tensor) -> None:
+        super().__init__()
+        self.model, self.positions = model, positions
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor, mask_BS: Tensor) -> Tensor:
+        loss: Tensor = self.model.loss(self.model(tokens_BS, self.positions), labels_BS, mask_BS)
+        return loss
+
+
+def whole_model(job: Job) -> Decoder:
+    model = Decoder(job.plan.model)
+    model.load_state_dict(job.weights)
+    return model
+
+
+def make_engine(job: Job, module: nn.Module, zero: dict[str, Any], **options: Any) -> Any:
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    config = {
+        "train_micro_batch_size_per_gpu": job.case.micro_batch,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "gradient_clipping": job.clip_norm,
+        "steps_per_print": 10**9,
+        "zero_optimization": zero,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=job.adamw(list(module.parameters())), config=config, **options
+    )
+    return engine
+
+
+def loop(job: Job, engine: Any, scale: int) -> Step:
+    """The loop that its users write. `scale`: over what it averages, ranks x microbatches."""
+    batches, mask = job.batches, job.batches.labels != -100
+
+    def step(i: int) -> float:
+        valid = mask[i].sum()
+        dist.all_reduce(valid)
+        total = torch.zeros(())
+        for j, (tokens_BS, labels_BS) in enumerate(zip(batches.tokens[i], batches.labels[i])):
+            loss = engine(tokens_BS, labels_BS, mask[i, j]) * (scale / valid)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        return float(total) / scale
+
+    return step
+
+
+def zero(job: Job, *, stage: int, all_cut: bool = False) -> Step:
+    """ZeRO. By default its stage 3 leaves parameters of fewer than 100,000 elements whole on every rank."""
+    config: dict[str, Any] = {"stage": stage}
+    if all_cut:
+        config["stage3_param_persistence_threshold"] = 0
+    engine = make_engine(job, Trained(whole_model(job), job.positions), config)
+    return loop(job, engine, job.plan.layout.dp * MICROBATCHES)
+
+
+class Ulysses(nn.Module):
+    """One of our attention cores inside `DistributedAttention`. Shapes: as the core's."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+        self.distributed = DistributedAttention(
+            self._local, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
+        )
+
+    def _local(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        out_BNSH: Tensor = self.core(q_BSNH.transpose(1, 2), k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2), None)
+        return out_BNSH.transpose(1, 2)
+
+    def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, _: None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BNSH, k_BKSH, v_BKSH))
+        out_BSNH: Tensor = self.distributed(q, k, v, 0)
+        return out_BSNH.transpose(1, 2)
+
+
+def ulysses(job: Job) -> Step:
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    model = whole_model(job)
+    engine = make_engine(job, Trained(model, job.positions), {"stage": 0}, mesh_param=(1, job.plan.layout.cp))
+    for layer in model.layers.values():
+        layer.attention.core = Ulysses(layer.attention.core)
+    return loop(job, engine, job.plan.layout.cp * MICROBATCHES)
+
+
+class Turned(nn.Module):
+    """A decoder layer that knows its rotary angles: hidden states in, hidden states out."""
+
+    def __init__(self, layer: nn.Module, rope: tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        self.layer, self.rope = layer, rope
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        out_BSD: Tensor = self.layer(x_BSD, self.rope, None)
+        return out_BSD
+
+
+def pipeline(job: Job) -> Step:
+    """`PipelineModule` with the same cut as ours: embedding and half of the layers, the others with norm and head."""
+    model = whole_model(job)
+    assert model.embedding is not None and model.norm is not None and model.head is not None
+    rope = model.rope(job.positions, torch.float32)
+    layers = [Turned(layer, rope) for layer in model.layers.values()]
+
+    def loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        labels_BS, mask_BS, valid = labels
+        total: Tensor = model.loss(logits_BSV, labels_BS, mask_BS) * (MICROBATCHES / valid)
+        return total
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    module = PipelineModule(
+        layers=[model.embedding, *layers, nn.Sequential(model.norm, model.head)],
+        num_stages=job.plan.layout.pp,
+        loss_fn=loss,
+        partition_method="uniform",
+    )
+    engine = make_engine(job, module, {"stage": 0})
+    batches, mask = job.batches, job.batches.labels != -100
+
+    def step(i: int) -> float:
+        valid = mask[i].sum()
+        feed = [
+            (tokens_BS, (labels_BS, mask_BS, valid))
+            for tokens_BS, labels_BS, mask_BS in zip(batches.tokens[i], batches.labels[i], mask[i])
+        ]
+        return float(engine.train_batch(data_iter=iter(feed)))
+
+    return step

@@ -1,0 +1,116 @@
+"""bfloat16 has no bound that is right for every model: a layout is as good as one device if it rounds no worse.
+
+Both are compared with one device in float64 that starts from the same rounded weights. A layout passes where its error
+in every quantity is at most twice that of one device in bfloat16, or below half a unit in the last place of a bfloat16
+number, which a scalar that comes out right by luck would else undercut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.core.layout import Layout, MeshAxis
+from fivefold.core.model_spec import ModelSpec
+from fivefold.core.plan import Plan
+from fivefold.core.sharding import ParameterRow
+from fivefold.data.batches import SyntheticDataset
+from fivefold.engine.build import ValueSource, initial_value
+from fivefold.engine.size import check_size
+from fivefold.runtime.launch import run_ranks
+from fivefold.verify.communication import event_differences
+from fivefold.verify.compare import QUANTITIES, Errors, assemble, compare
+from fivefold.verify.observe import NOISE, Observation, observe
+from fivefold.verify.verify import KEPT_COPIES, SHRINK, STEPS, Verdict
+from fivefold.verify.workload import common_plans
+
+WORSE = 2.0
+"""So many times one device's own error is no worse: errors of roundings in another order are that far apart."""
+HALF_UNIT = 2.0**-9
+"""Relative error of rounding one number to bfloat16 (8 significant bits)."""
+NOT_JUDGED = ("weights_adamw",)
+"""AdamW's first update is near lr x sign(g): a gradient near zero that rounds to the other side moves it by 2 lr."""
+
+
+def verify_bfloat16(
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    steps: int = STEPS,
+    seed: int = 0,
+    device: str = "auto",
+    actions: tuple[str, ...] | None = None,
+) -> Verdict:
+    """Judge a layout in bfloat16 (float32 masters and reduction) by one device's own error against float64.
+
+    Raises: UserError if it cannot be run; RankFailure if a rank breaks.
+    """
+    plan, single = common_plans(spec, layout, Layout(), "bfloat16", actions=actions)
+    for one in (plan, single):
+        check_size(one, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
+    exact = single.replace(execution=single.execution.replace(dtype="float64"))
+    alone, seen = _run(single, steps, seed, device), _run(plan, steps, seed, device)
+    kept = assemble(alone).keys()  # float64 keeps the moments of more steps
+    found = assemble(_run(exact, steps, seed, device, rounded(seed)))
+    wholes = {key: whole for key, whole in found.items() if key in kept}
+    own, errors = compare(alone, wholes), compare(seen, wholes)
+    lines = event_differences(plan, seen)
+    bounds = {q: max(WORSE * own.of(q), HALF_UNIT) for q in QUANTITIES if q not in NOT_JUDGED}
+    worse = {q: (errors.of(q), own.of(q)) for q, bound in bounds.items() if not errors.of(q) <= bound}
+    return Verdict(
+        passed=not worse and not lines and not errors.missing,
+        max_rel_err=max(errors.of(q) for q in QUANTITIES if q not in NOT_JUDGED),
+        layout=layout,
+        against=Layout(),
+        model=spec.name,
+        dtype="bfloat16",
+        bound=max(bounds.values()),
+        steps=steps,
+        seq_len=plan.workload.seq_len,
+        global_batch=plan.workload.global_batch,
+        quantities={q: errors.of(q) for q in QUANTITIES},
+        own_errors={q: own.of(q) for q in QUANTITIES},
+        bounds=bounds,
+        absent=tuple(q for q in QUANTITIES if not errors.present(q)),
+        not_judged=NOT_JUDGED,
+        events_match=not lines,
+        event_differences=tuple(lines),
+        cause=_cause(worse, errors, lines),
+    )
+
+
+def rounded(seed: int) -> ValueSource:
+    """Initial values as bfloat16 holds them, in the dtype that is asked for."""
+
+    def values(row: ParameterRow, layout: Layout, at: Mapping[MeshAxis, int], dtype: str) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        return initial_value(row, layout, at, "bfloat16", seed=seed, noise=NOISE).to(kind)
+
+    return values
+
+
+def _cause(worse: dict[str, tuple[float, float]], errors: Errors, lines: list[str]) -> str | None:
+    if errors.missing:
+        return f"no rank holds all of {errors.missing[0][1]} ({errors.missing[0][0]})"
+    if worse:
+        parts = [
+            f"{q}: error {error:.1e} against float64, one device's own is {own:.1e}"
+            for q, (error, own) in worse.items()
+        ]
+        return f"it rounds worse than {WORSE:g}x one device: {'; '.join(parts)}; verify it in float64 for the cause"
+    return f"the communication is not as predicted: {'; '.join(lines[:3])}" if lines else None
+
+
+def _run(
+    plan: Plan, steps: int, seed: int, device: str, weights: ValueSource | None = None
+) -> list[Observation]:
+    dataset = SyntheticDataset(plan.model.vocab, plan.workload.seq_len, seed)
+    result: list[Any] = run_ranks(
+        lambda rank: observe(rank, plan, dataset, seed=seed, steps=steps, weights=weights),
+        ranks=plan.layout.world_size,
+        device=device,
+    )
+    return result

@@ -1,0 +1,87 @@
+"""What a planted fault is: how it is switched on, where it must be caught, and what the cause must say.
+
+A fault is a function of pytest's `monkeypatch` that is called before ranks are forked. It acts only where a layout has
+the axis concerned, as in the systems that shipped it; its docstring is its story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+
+from ..ranks.models import HARD, PLAIN
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+__all__ = ["HARD", "ONE_KV_HEAD", "PLAIN", "SMALL", "Fault", "Patch", "Plant", "exhibit"]
+
+
+def model(name: str, *, layers: int = 2, kv_heads: int = 4, window: int | None = None) -> ModelSpec:
+    attention = AttentionSpec(heads=4, kv_heads=kv_heads, head_dim=4, window=window)
+    block = BlockSpec(attention=attention, mlp=MLPSpec(ffn=12))
+    return ModelSpec(name=name, hidden=16, vocab=30, blocks=(block,) * layers)
+
+
+SMALL = model("small")
+"""Two layers, nothing special: as little to compute as can be."""
+ONE_KV_HEAD = model("one-kv-head", kv_heads=1)
+LONG = model("long", layers=1, window=64)
+"""Its window makes verify take sequences of 96 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One exhibit."""
+
+    plant: Plant
+    seen_in: str
+    """Project and number of its public report; empty for a relative of such a fault."""
+    layout: str
+    elsewhere: str
+    """Another combination of axes, in which it must be caught too."""
+    words: tuple[str, ...]
+    """What the cause must say at `layout`: axis, first module, ratio or event."""
+    loss_sees: bool
+    """Whether the loss of the first step differs by more than 1e-5: all that a loss-only check looks at."""
+    spec: ModelSpec
+    documents: bool
+    late: bool
+    """It acts from the second step on: the first is right in everything."""
+    quick: bool
+    """Runs in `make test`; the others in `make test-all`."""
+
+    @property
+    def name(self) -> str:
+        return self.plant.__name__.replace("_", " ")
+
+    @property
+    def story(self) -> str:
+        """The first line of the docstring."""
+        return (self.plant.__doc__ or "").strip().splitlines()[0]
+
+
+def exhibit(
+    layout: str,
+    elsewhere: str,
+    *words: str,
+    seen_in: str = "",
+    loss_sees: bool = False,
+    spec: ModelSpec = SMALL,
+    documents: bool = False,
+    late: bool = False,
+    quick: bool = False,
+) -> Callable[[Plant], Fault]:
+    """Make a fault of a function that plants it."""
+
+    def made(plant: Plant) -> Fault:
+        return Fault(
+            plant=plant, seen_in=seen_in, layout=layout, elsewhere=elsewhere, words=words, loss_sees=loss_sees,
+            spec=spec, documents=documents, late=late, quick=quick,
+        )  # fmt: skip
+
+    return made

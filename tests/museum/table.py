@@ -38,7 +38,8 @@ def _row(fault: Fault) -> str:
     words = "; ".join(fault.words)
     seen = fault.seen_in or "-"
     where = f"`{fault.layout}`, `{fault.elsewhere}`" + (" with documents" if fault.documents else "")
-    return f"| {fault.name}: {fault.story} | {seen} | {where} | {words} | {'shows it' if fault.loss_sees else 'misses it'} |"
+    loss = "shows it" if fault.loss_sees else "misses it"
+    return f"| {fault.name}: {fault.story} | {seen} | {where} | {words} | {loss} |"
 
 
 def page() -> tuple[str, str]:

@@ -48,7 +48,7 @@ REFUSED = [
     (
         "torchtitan #2574",
         "tp3",
-        model(12, 8),
+        model(24, 8),
         480,
         ["kv_heads = 8", "not divisible by 3", "nearest legal tp: 2 or 4"],
     ),

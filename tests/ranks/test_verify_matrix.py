@@ -87,7 +87,7 @@ def test_a_file_of_another_walk_is_refused(tmp_path: Path) -> None:
     assert file.read_bytes() == before
     for text in ("no results\n", '{"model": 1}\n', "[1]\n"):
         file.write_text(text)
-        with pytest.raises(ConfigError, match="another walk|no file of results"):
+        with pytest.raises(ConfigError, match=r"another walk|no file of results"):
             walked([], file)
     with pytest.raises(ConfigError, match="results"):
         walked([], tmp_path)

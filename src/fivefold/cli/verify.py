@@ -97,6 +97,8 @@ def command(
         raise click.UsageError(
             "--matrix compares with dp1 in float64 or float32, and has no custom schedules"
         )
+    if documents and (matrix or dtype == "bfloat16"):
+        raise click.UsageError("--documents goes with --layout, in float64 or float32")
     lines = None if actions is None else read_actions(actions)
 
     from fivefold.verify import verify as judge
@@ -123,8 +125,9 @@ def command(
         verdict = verify_bfloat16(spec, candidate, steps=steps, seed=seed, device=device, actions=lines)
     else:
         verdict = judge.verify(
-            spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device, actions=lines
-        )
+            spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device,
+            actions=lines, documents=documents,
+        )  # fmt: skip
     if as_json:
         print_json(verdict.model_dump(mode="json"))
     else:

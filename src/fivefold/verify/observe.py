@@ -1,9 +1,10 @@
 """What one rank saw of its training steps: pieces of global tensors, each with the global region that it covers.
 
 Names of quantities follow the error measure: loss, logits, gradients, grad_norm, weights_sgd, weights_adamw, moments;
-`inputs` (what the rank was fed), `initial` (weights before the first step) and `activations` (the output of the
-embedding and of every layer) serve to find what differs first. Names of tensors end in the step: `layers.0.mlp.up.weight step 2`, `head.weight exp_avg step 1`; of scalars in the run as well:
-`sgd step 2`. Steps count from 1.
+`initial` (weights before the first step), `inputs` (what the rank read) and `activations` (the output of the embedding
+and of every layer) serve to find what differs first. Names of tensors end in the step:
+`layers.0.mlp.up.weight step 2`, `head.weight exp_avg step 1`; of scalars in the run as well: `sgd step 2`. Steps count
+from 1.
 """
 
 from __future__ import annotations
@@ -118,7 +119,6 @@ def kept_moments(plan: Plan, step: int) -> tuple[str, ...]:
 def required(plan: Plan, steps: int) -> Iterator[tuple[str, str]]:
     """(quantity, name) of all that the ranks of any layout must have seen together: a model has nothing less."""
     names = [row.name for row in parameters(plan.model)]
-    yield from (("initial", name) for name in names)
     for step in kept_steps(steps):
         yield from (("inputs", f"{name} step {step}") for name in INPUTS)
         for name in ("embedding", *(f"layers.{i}" for i in range(plan.model.layers))):
@@ -129,6 +129,7 @@ def required(plan: Plan, steps: int) -> Iterator[tuple[str, str]]:
                 yield quantity, f"{name} step {step}"
             for kind in (*kept_moments(plan, step), COUNT):
                 yield "moments", f"{name} {kind} step {step}"
+    yield from (("initial", name) for name in names)
     for optimizer in OPTIMIZERS:
         for step in range(1, steps + 1):
             yield "loss", f"{optimizer} step {step}"

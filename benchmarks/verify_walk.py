@@ -1,0 +1,109 @@
+"""Verify all dense strategies together, each layout against one device.
+
+Every power-of-two shape up to 8 ranks and some of 3, 5, 6 and 7, with options pairwise; then 100 layouts of 16 ranks that
+cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule and cp method.
+
+    python benchmarks/verify_walk.py [--models tiny-llama,tiny-uneven] [--dtype float64] [--folder FOLDER] [--out FILE]
+
+Verdicts are kept in FOLDER as they come, so that the same command goes on where it was stopped. Prints the largest error
+of each part; exit code 1 if a layout fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from fivefold.catalog.models import preset
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import ModelSpec
+from fivefold.records.machine import machine_facts, versions
+from fivefold.strategies.legal import covering, legal_layouts
+from fivefold.verify.matrix import walk
+from fivefold.verify.verify import Verdict
+from fivefold.verify.workload import common_plans
+
+SAMPLED = 4
+"""Of the layouts of 3, 5, 6 and 7 ranks that cover pairs of options, one in so many is taken."""
+AT_16 = 100
+
+
+def candidates(spec: ModelSpec, ranks: int) -> list[Layout]:
+    return list(legal_layouts(spec, ranks, lambda layout: common_plans(spec, layout, Layout(), "float64")[0]))
+
+
+def small(spec: ModelSpec) -> list[Layout]:
+    """Up to 8 ranks."""
+    powers = covering([layout for ranks in (2, 4, 8) for layout in candidates(spec, ranks)])
+    others = covering([layout for ranks in (3, 5, 6, 7) for layout in candidates(spec, ranks)])
+    return powers + others[::SAMPLED]
+
+
+def large(spec: ModelSpec) -> list[Layout]:
+    """16 ranks, two along each axis: a pairwise cover, and others evenly spread over the legal ones."""
+    legal = [one for one in candidates(spec, 16) if (one.dp, one.tp, one.pp, one.cp) == (2, 2, 2, 2)]
+    chosen = covering(legal)
+    rest = [layout for layout in legal if layout not in set(chosen)]
+    wanted = max(0, min(AT_16 - len(chosen), len(rest)))
+    return chosen + [rest[i * len(rest) // wanted] for i in range(wanted)]
+
+
+def summary(verdicts: list[Verdict]) -> dict[str, Any]:
+    return {
+        "layouts": len(verdicts),
+        "passed": sum(verdict.passed for verdict in verdicts),
+        "events_as_predicted": sum(verdict.events_match for verdict in verdicts),
+        "worst": {q: max(v.quantities[q] for v in verdicts) for q in verdicts[0].quantities},
+        "failed": {str(v.layout): v.cause for v in verdicts if not v.passed},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="tiny-llama,tiny-uneven")
+    parser.add_argument("--dtype", default="float64", choices=["float64", "float32"])
+    parser.add_argument("--folder", type=Path, default=Path(".fivefold/walk"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    started, found = time.time(), {}
+    for name in options.models.split(","):
+        spec = preset(name)
+        for size, layouts in (("up to 8 ranks", small(spec)), ("16 ranks", large(spec))):
+            results = options.folder / f"{name}-{options.dtype}.jsonl"
+            verdicts = walk(spec, layouts, dtype=options.dtype, device="cpu", results=results)
+            console = Console(stderr=True)
+            found[f"{name}, {size}"] = summary(
+                list(track(verdicts, f"{name}, {size}", total=len(layouts), console=console))
+            )
+    table = Table("model", "layouts", "passed", "as predicted", "largest error")
+    for name, one in found.items():
+        counts = [one["layouts"], one["passed"], one["events_as_predicted"]]
+        table.add_row(name, *map(str, counts), f"{max(one['worst'].values()):.1e}")
+    Console().print(table)
+    if options.out:
+        facts = machine_facts()
+        head = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": {key: facts[key] for key in ("cpu", "cores", "memory_bytes")},
+            "versions": versions(),
+        }
+        text = json.dumps(
+            {**head, "dtype": options.dtype, "seconds": time.time() - started, "walks": found}, indent=1
+        )
+        options.out.write_text(text + "\n")
+    return 0 if all(one["passed"] == one["layouts"] for one in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

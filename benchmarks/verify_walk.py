@@ -1,12 +1,12 @@
 """Verify all dense strategies together, each layout against one device.
 
-Every power-of-two shape up to 8 ranks and some of 3, 5, 6 and 7, with options pairwise; then 100 layouts of 16 ranks that
-cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule and cp method.
+Every power-of-two shape up to 8 ranks and some of 3, 5, 6 and 7, with options pairwise; then 100 layouts of 16 ranks
+that cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule and cp method.
 
     python benchmarks/verify_walk.py [--models tiny-llama,tiny-uneven] [--dtype float64] [--folder FOLDER] [--out FILE]
 
-Verdicts are kept in FOLDER as they come, so that the same command goes on where it was stopped. Prints the largest error
-of each part; exit code 1 if a layout fails.
+Verdicts are kept in FOLDER as they come, so that the same command goes on where it was stopped. Prints the largest
+error of each part; exit code 1 if a layout fails.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def change_what_is_fed(patch: Patch, changed) -> None:
     patch.setattr(feed, "to_device", faulty)
 
 
-@exhibit("cp2", "tp2 cp2:gather", "the ranks read other positions", "axis cp", loss_sees=True, quick=True)
+@exhibit("cp2", "tp2 cp2:gather", "the ranks read other positions", "axis cp", quick=True)
 def positions_start_anew(patch: Patch) -> None:
     """Rotary positions start at 0 on every cp rank."""
 
@@ -50,7 +50,12 @@ def labels_in_another_order(patch: Patch) -> None:
 
 
 @exhibit(
-    "cp2", "cp2:gather pp2", "the output of layers.0", "axis cp", loss_sees=True, seen_in="pytorch #141429"
+    "cp2",
+    "cp2:gather pp2",
+    "the output of layers.0",
+    "axis cp",
+    loss_sees=True,
+    seen_in="kin of pytorch #141429",
 )
 def attention_in_another_order(patch: Patch) -> None:
     """Tokens are in zig-zag order, the attention masks as if they were in the order of the sequence."""
@@ -73,7 +78,7 @@ def blind(core: type[torch.nn.Module]):
     return faulty
 
 
-@exhibit("cp2", "cp2:gather pp2", "the output of layers.0", "axis cp", loss_sees=True, documents=True,
+@exhibit("cp2", "cp2:gather pp2", "the output of layers.0", "axis cp", documents=True,
          seen_in="trl #6843", quick=True)  # fmt: skip
 def document_mask_dropped(patch: Patch) -> None:
     """Under cp, attention is causal over the whole sample, whatever its documents."""

@@ -16,7 +16,7 @@ from .exhibit import Patch, exhibit
 
 @exhibit(
     "pp2", "dp2 tp2 pp2:gpipe", "the gradient of head", "exactly 3.000x, which is the number of microbatches",
-    "axis pp", seen_in="picotron (measured: 4.0000x with 4), torchtitan #2972", quick=True,
+    "axis pp", seen_in="picotron (measured: 4.0000x), torchtitan #2972", quick=True,
 )  # fmt: skip
 def gradients_times_microbatches(patch: Patch) -> None:
     """Under a pipeline the loss is not divided by the number of microbatches."""

@@ -36,20 +36,20 @@ def norm_per_stage(patch: Patch) -> None:
 
 
 @exhibit("tp2", "tp2 pp2", "the gradient norm differs", "norm tp all_reduce", "axis tp",
-         seen_in="Megatron #1628")  # fmt: skip
+         seen_in="kin of Megatron PR 5916 (experts)")  # fmt: skip
 def norm_without_tp(patch: Patch) -> None:
     """The norm leaves out the shards of the other tp ranks."""
     patch.setattr(engine, "global_norm", norm_over("data", "pp"))
 
 
 @exhibit("dp2 zero1", "dp2 tp2 zero3", "the gradient norm differs", "norm data all_reduce", "so it is with zero0",
-         seen_in="DeepSpeed #8475")  # fmt: skip
+         seen_in="kin of DeepSpeed #8475 (experts)")  # fmt: skip
 def norm_of_own_shards(patch: Patch) -> None:
     """Under ZeRO the norm leaves out the shards of the other data ranks."""
     patch.setattr(engine, "global_norm", norm_over("tp", "pp"))
 
 
-@exhibit("tp2", "dp2 tp2 zero1", "the gradient norm differs", "axis tp", seen_in="Megatron PR 5916")
+@exhibit("tp2", "dp2 tp2 zero1", "the gradient norm differs", "axis tp", seen_in="Megatron #1628")
 def norm_counts_replicas(patch: Patch) -> None:
     """Parameters that every tp rank holds are counted on each of them."""
     patch.setattr(ParameterRow, "counts_once_here", lambda self, coordinate: self.tied_to is None)

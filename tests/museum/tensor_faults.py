@@ -118,7 +118,7 @@ def gate_and_up_cut_as_one(patch: Patch) -> None:
     values_by(patch, make)
 
 
-@exhibit("tp2", "tp2 pp2", "the initial value of layers.0.attention.qkv.k", "axis tp", loss_sees=True,
+@exhibit("tp2", "tp2 pp2", "the initial value of layers.0.attention.qkv.k", "axis tp",
          seen_in="torchtitan #1483, #4593")  # fmt: skip
 def queries_and_keys_permuted_on_shards(patch: Patch) -> None:
     """The order of rotary pairs is changed on shards with the global number of heads, and back on whole weights."""

@@ -50,7 +50,7 @@ REFUSED = [
         "tp3",
         model(24, 8),
         480,
-        ["kv_heads = 8", "not divisible by 3", "nearest legal tp: 2 or 4"],
+        ["kv_heads", "= 8 is not divisible by 3", "nearest legal tp: 2 or 4"],
     ),
     ("Megatron #1304", "pp5", model(layers=4), 480, ["5 pipeline stages", "4 layers", "at most 4"]),
     ("DeepSpeed #823", "dp2 pp2:zbh1 zero2", model(), 480, ["zero2", "zbh1", "nearest: zero1"]),

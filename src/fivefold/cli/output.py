@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from fivefold.core.value import strict
+
 
 class FiniteRange(click.FloatRange):
     """A range of numbers that NaN is not in: it compares as neither too small nor too large."""
@@ -22,12 +24,3 @@ class FiniteRange(click.FloatRange):
 def print_json(value: dict[str, Any]) -> None:
     """Print `value`. JSON has no NaN and no infinity: they become the texts nan, inf and -inf, which float() reads."""
     click.echo(json.dumps(strict(value), indent=2, allow_nan=False))
-
-
-def strict(value: Any) -> Any:
-    """The same value with texts in place of numbers that JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
-    return [strict(item) for item in value] if isinstance(value, list | tuple) else value

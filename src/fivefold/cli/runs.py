@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fivefold.cli.output import print_json, strict
+from fivefold.cli.output import print_json
+from fivefold.core.value import strict
 from fivefold.errors import RecordError
 from fivefold.records.store import STATUSES, MetricRow, RunRecord, Store, default_path, store_exists
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,6 +27,15 @@ class Value(BaseModel):
         """A copy with some fields changed, validated again."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**values, **changes})
+
+
+def strict(value: Any) -> Any:
+    """The same value with texts in place of numbers that JSON does not have: nan, inf and -inf, which `float` reads."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 LONGEST_INPUT = 80

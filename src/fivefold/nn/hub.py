@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.core.families.write import WRITABLE
+from fivefold.core.families.write import WRITABLE, difference
 from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.model_config import load_json
 from fivefold.core.model_spec import ModelSpec
@@ -170,6 +170,18 @@ class HFCheckpoint:
         if twin is not None:
             self._check_twin(twin, place.tensor, region, part)
         return part
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Shapes alone do not tell: fewer layers, a tied head, other angles, windows or heads would all be filled.
+
+        Raises: ModelError where `spec` computes something else, its name and its longest sequence aside.
+        """
+        fault = difference(self.spec, spec.replace(max_positions=self.spec.max_positions))
+        if fault is not None:
+            raise ModelError(
+                f"{self.folder} holds weights of another model than {spec.name}: there {fault}; "
+                f"use model={self.folder}, or change its config.json if this is meant"
+            )
 
     def dtype_of(self, name: str) -> str:
         """The dtype in which a parameter is stored: `bfloat16`."""

@@ -84,7 +84,23 @@ class TensorEntry(Value):
                 raise ValueError(
                     f"piece at {list(piece.start)} of shape {list(piece.shape)} is not inside {list(self.shape)}"
                 )
+        if twice := _stored_twice(self.pieces):
+            raise ValueError(f"the piece at {list(twice.start)} has elements that another one has as well")
         return self
+
+
+def _stored_twice(pieces: Sequence[PieceEntry]) -> PieceEntry | None:
+    """A piece that overlaps another one: counts of elements would hide the gap that it leaves elsewhere.
+
+    In order of first rows, so that each is compared only with those whose rows it shares.
+    """
+    before: list[PieceEntry] = []
+    for piece in sorted(pieces, key=lambda one: one.start):
+        before = [one for one in before if not one.shape or one.region[0].stop > piece.start[0]]
+        if any(_overlap(one.region, piece.region) is not None for one in before):
+            return piece
+        before.append(piece)
+    return None
 
 
 class FileEntry(Value):
@@ -117,6 +133,12 @@ class Manifest(Value):
         for name in self.model_files:
             if name not in ("config.json", *COMPANIONS):
                 raise ValueError(f"{name!r} is no file of a model")
+        return self
+
+    @model_validator(mode="after")
+    def _no_more_updates_than_steps(self) -> Self:
+        if self.updates > self.step:
+            raise ValueError(f"{self.updates} updates in {self.step} steps")
         return self
 
     @model_validator(mode="after")
@@ -161,9 +183,15 @@ class Manifest(Value):
         if data.pop("checksum", None) != _json_sha256(data):
             raise CheckpointError(f"{path} is damaged: its content is not what its checksum says")
         try:
-            return cls.read(data, where=str(path))
+            found = cls.read(data, where=str(path))
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
+        named = FOLDER_NAME.fullmatch(folder.name)
+        if named and int(named[1]) != found.step:  # the keep rule goes by names
+            raise CheckpointError(
+                f"{folder} holds the checkpoint of step {found.step}: rename it to step-{found.step:08d}"
+            )
+        return found
 
 
 @dataclass(frozen=True)

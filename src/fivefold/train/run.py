@@ -72,7 +72,7 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, Data]:
     compose.check(plan)
     check_sinks(config.log)
     if config.weights is not None:
-        HFCheckpoint.open(config.weights)
+        HFCheckpoint.open(config.weights).check_model(spec)
     if kind == "cpu" and not under_launcher():
         check_size(plan, what="training", advice="use a smaller model, or more of tp and pp instead of dp")
     saves = config.export is not None or config.checkpoint.folder is not None

@@ -328,6 +328,7 @@ def check_same_job(path: Path, manifest: Manifest, plan: Plan, *, seed: int, dat
     pairs = [
         ("seq_len", saved.workload.seq_len, plan.workload.seq_len),
         ("global_batch", saved.workload.global_batch, plan.workload.global_batch),
+        ("separate_documents", saved.workload.separate_documents, plan.workload.separate_documents),
         ("dtype", saved.execution.dtype, plan.execution.dtype),
         ("optimizer.name", saved.execution.optimizer.name, plan.execution.optimizer.name),
         ("seed", manifest.seed, seed),

@@ -115,8 +115,10 @@ def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, in
         first = _module_of(name)
         kind = next((label for kind, label in _KINDS.items() if f" {kind} " in f"{name} "), what)
         text = f"{kind} of {first}{step} is the first to differ ({extent} differ, worst {worst:.2g}{where})"
-    if ratio is not None:
-        text += f"; {what}: {_times(ratio, counts, CLEAN_RATIO * bound)}"
+    if ratio is not None and (first is not None or _count_names(ratio, counts, CLEAN_RATIO * bound)):
+        text += (
+            f"; {what}: {_times(ratio, counts, CLEAN_RATIO * bound)}"  # two numbers always have some ratio
+        )
     return Cause(first, ratio, text)
 
 
@@ -140,14 +142,20 @@ def _common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
 
 def _times(ratio: float, counts: dict[str, int], tolerance: float) -> str:
     """`exactly 3.000x, which is the number of microbatches`; as many decimals as the ratio needs."""
-    names = [name for name, n in counts.items() if n > 1 and math.isclose(ratio, n, rel_tol=tolerance)]
-    names += [
-        f"1 / {name}" for name, n in counts.items() if n > 1 and math.isclose(ratio, 1 / n, rel_tol=tolerance)
-    ]
+    names = _count_names(ratio, counts, tolerance)
     close = 1e-3 if names else max(tolerance, 1e-8)
     texts = (f"{ratio:.{decimals}f}" for decimals in range(3, 17))
     text = next((text for text in texts if math.isclose(float(text), ratio, rel_tol=close)), f"{ratio:.8g}")
     return f"exactly {text}x{', which is ' + ' or '.join(names) if names else ''}"
+
+
+def _count_names(ratio: float, counts: dict[str, int], tolerance: float) -> list[str]:
+    """The counts, and their reciprocals, that a ratio is."""
+    many = {name: n for name, n in counts.items() if n > 1}
+    names = [name for name, n in many.items() if math.isclose(ratio, n, rel_tol=tolerance)]
+    return names + [
+        f"1 / {name}" for name, n in many.items() if math.isclose(ratio, 1 / n, rel_tol=tolerance)
+    ]
 
 
 def _module_of(name: str) -> str:

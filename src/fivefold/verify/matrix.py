@@ -18,6 +18,7 @@ from fivefold import __version__
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
+from fivefold.core.value import strict
 from fivefold.errors import ConfigError, RankFailure
 from fivefold.strategies.legal import covering, legal_layouts, shapes, why_not
 from fivefold.units import MIB
@@ -144,10 +145,10 @@ class _Results:
 
     def add(self, verdict: Verdict) -> None:
         self.verdicts[str(verdict.layout)] = verdict
-        self._write(json.loads(verdict.model_dump_json()))
+        self._write(strict(verdict.model_dump(mode="json")))
 
     def _write(self, value: dict[str, Any]) -> None:
-        self.file.write(json.dumps(value).encode() + b"\n")
+        self.file.write(json.dumps(value, allow_nan=False).encode() + b"\n")
         self.file.flush()
 
     def _read(self, header: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.value import Value
 from fivefold.data.batches import SyntheticDataset
 from fivefold.engine.size import check_size
-from fivefold.errors import FivefoldError
+from fivefold.errors import ConfigError, FivefoldError
 from fivefold.runtime.device import check_device_count, device_kind
 from fivefold.runtime.launch import run_ranks
 from fivefold.verify.cause import find_cause, name_axis
@@ -90,6 +90,10 @@ def verify(
     `documents`: samples of several documents that do not see one another, and of padding.
     Raises: UserError if one of them cannot be run at all; RankFailure if a rank breaks.
     """
+    if dtype not in BOUNDS:
+        raise ConfigError(
+            f"verify judges {' and '.join(BOUNDS)}, not {dtype!r}; for bfloat16: rounding.verify_bfloat16"
+        )
     against = against or Layout.parse("dp1")
     check_device_count(device_kind(device), max(layout.world_size, against.world_size))
     plan, reference_plan = common_plans(spec, layout, against, dtype, actions=actions, documents=documents)

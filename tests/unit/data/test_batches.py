@@ -189,6 +189,18 @@ def test_synthetic_tails_are_unequal(seq_len: int) -> None:
     assert (mask[:, :-1] >= mask[:, 1:]).all()  # a tail: once masked, masked to the end
 
 
+def test_synthetic_documents_differ_between_samples_and_end_in_padding() -> None:
+    numbers = np.arange(6)
+    ids = SyntheticDataset(50, 16, seed=0, documents=True).rows(numbers).document_ids_BS
+    for k, row in zip(numbers, ids):
+        ends = 1 + k % 4, 8 + k % 4
+        assert row.tolist() == [
+            0 if i < ends[0] else 1 if i < ends[1] else 2 if i < 14 else -1 for i in range(16)
+        ]
+    plain = SyntheticDataset(50, 16, seed=0).rows(numbers)
+    assert (plain.document_ids_BS == numbers[:, None]).all()
+
+
 def test_synthetic_tokens_cover_the_vocabulary_and_differ() -> None:
     batch = SyntheticDataset(11, 64, seed=0, masked_tails=False).global_batch(0, 32)
     assert set(batch.tokens_BS.reshape(-1).tolist()) == set(range(11))

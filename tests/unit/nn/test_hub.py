@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import ModelSpec
+from fivefold.core.model_spec import BlockSpec, ModelSpec
 from fivefold.core.sharding import parameters
 from fivefold.errors import ModelError
 from fivefold.nn import hub
@@ -205,6 +205,34 @@ def test_a_parameter_of_another_model(tmp_path: Path) -> None:
     layout = Layout()
     with pytest.raises(ModelError, match=r"embedding.weight \[61, 48\], .* \[64, 48\]: it is another model"):
         checkpoint.read(parameters(other.spec)[0], layout, layout.coordinate(0), "float32")
+
+
+def another(spec: ModelSpec, **attention: Any) -> tuple[BlockSpec, ...]:
+    """The same blocks, but for the attention of the last one."""
+    last = spec.blocks[-1]
+    return (*spec.blocks[:-1], last.replace(attention=last.attention.replace(**attention)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda spec: {"blocks": spec.blocks[:-1]}, "4 layers, would be 3"),
+        (lambda spec: {"tied_embeddings": True}, "tied_embeddings is False, would be True"),
+        (lambda spec: {"rope_theta": 7.0}, r"rope_theta is 1000\.0, would be 7\.0"),
+        (lambda spec: {"rope_scaling": None}, "rope_scaling is .*, would be None"),
+        (lambda spec: {"norm_eps": 0.1}, "norm_eps is 1e-06, would be 0.1"),
+        (lambda spec: {"blocks": another(spec, heads=6, kv_heads=1, head_dim=16)}, "heads of layer 3 is 12"),
+        (lambda spec: {"blocks": another(spec, window=3)}, "window of layer 3 is None, would be 3"),
+    ],
+)
+def test_weights_of_another_model_that_would_fit(changes: Any, message: str, tmp_path: Path) -> None:
+    """Every parameter of these models has its name and shape in the file: only the config tells."""
+    checkpoint = HFCheckpoint.open(save(make("llama"), tmp_path))
+    checkpoint.check_model(checkpoint.spec.replace(name="other", max_positions=7))
+    with pytest.raises(
+        ModelError, match=f"weights of another model than {checkpoint.spec.name}: there {message}"
+    ):
+        checkpoint.check_model(checkpoint.spec.replace(**changes(checkpoint.spec)))
 
 
 def test_families_without_a_table() -> None:

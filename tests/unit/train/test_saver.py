@@ -36,12 +36,12 @@ ADAMW = OptimizerConfig(lr=0.01, warmup_steps=2)
 
 def make(
     spec: ModelSpec = SPEC, optimizer: OptimizerConfig = ADAMW, *, seed: int = 2, batch: int = 4, seq_len: int = 6,
-    **execution: Any,
+    separate_documents: bool = False, **execution: Any,
 ) -> Trainer:  # fmt: skip
     plan = Plan(
         model=spec,
         cluster=Cluster.parse("cpu"),
-        workload=Workload(seq_len=seq_len, global_batch=batch),
+        workload=Workload(seq_len=seq_len, global_batch=batch, separate_documents=separate_documents),
         layout=Layout(),
         execution=Execution(micro_batch=2, optimizer=optimizer, **execution),
     )
@@ -257,6 +257,7 @@ WIDER = BlockSpec(attention=BLOCK.attention, mlp=MLPSpec(ffn=16))
         (lambda: make(seed=3), "d", "seed was 2, is 3 now; a resumed run must be the same job"),
         (lambda: make(batch=8), "d", "global_batch was 4, is 8"),
         (lambda: make(seq_len=8), "d", "seq_len was 6, is 8"),
+        (lambda: make(separate_documents=True), "d", "separate_documents was False, is True"),
         (lambda: make(dtype="float64"), "d", "dtype was float32, is float64"),
         (lambda: make(optimizer=OptimizerConfig(name="sgd")), "d", "optimizer.name was adamw, is sgd"),
         (make, "e", "data fingerprint was d, is e"),

@@ -133,7 +133,12 @@ def test_a_nan_differs() -> None:
 
 def test_scalars_are_named_as_such() -> None:
     key = ("grad_norm", "sgd step 1")
-    assert cause({key: 0.25}, shares={key: (0.75, 0.0)}).text.startswith("the gradient norm differs by 0.25")
+    text = "the gradient norm differs by 0.25 in sgd step 1"
+    assert cause({key: 0.25}, shares={key: (0.75, 0.0)}).text == text  # two numbers always have some ratio
+    assert (
+        cause({key: 0.25}, shares={key: (0.25, 0.0)}).text
+        == f"{text}; the gradient norm: exactly 0.250x, which is 1 / dp"
+    )
 
 
 def test_order_of_cause_and_effect() -> None:
@@ -187,6 +192,70 @@ def test_what_is_not_judged_is_no_cause() -> None:
     )
     assert found.text == "the numbers agree, the communication does not: rank 0: x; y; z"
     assert cause({}).text == "no single tensor stands out"
+
+
+def test_what_the_ranks_started_from_and_read_comes_first() -> None:
+    later = {("activations", "embedding step 1"): 0.5, ("inputs", "labels step 1"): 0.5}
+    read = {**later, ("inputs", "positions step 1"): 0.25, ("inputs", "tokens step 1"): 0.0}
+    assert cause(read).text == "the ranks read other labels and positions in step 1 (worst 0.5)"
+    assert cause({**read, ("initial", "layers.1.mlp.up.weight"): 0.5}).text == (
+        "the initial value of layers.1.mlp.up is the first to differ (1 of 1 differ, worst 0.5)"
+    )
+
+
+def test_ranks_are_named_where_others_are_right() -> None:
+    """Only ranks that hold a part of what differs count."""
+    bad, good = ("gradients", "a.weight step 1"), ("gradients", "b.weight step 1")
+    errors = Errors({bad: 0.5, good: 0.0})
+    errors.by_rank = {bad: {0: 0.0, 1: 0.5, 3: 0.5}, good: {2: 0.0}}
+    assert find_cause(errors, BOUND, COUNTS, []).text.endswith(
+        "(1 of 2 differ, worst 0.5, on ranks 1 and 3 only)"
+    )
+    errors.by_rank = {bad: {1: 0.5, 3: 0.5}, good: {0: 0.0}}
+    assert find_cause(errors, BOUND, COUNTS, []).text.endswith("(1 of 2 differ, worst 0.5)")
+    scalar = ("loss", "sgd step 1")
+    errors = Errors({scalar: float("nan")}, by_rank={scalar: {0: 0.0, 1: float("nan")}})
+    assert find_cause(errors, BOUND, COUNTS, []).text.endswith("in sgd step 1, on rank 1 only")
+
+
+def test_communication_is_told_beside_numbers() -> None:
+    text = cause({("gradients", "a.weight"): 0.5}, events=("rank 0: x", "rank 1: y")).text
+    assert text.endswith("worst 0.5); nor is the communication as predicted: rank 0: x and 1 more")
+
+
+@pytest.mark.parametrize(
+    ("text", "fails", "said"),
+    [
+        (
+            "pp2:zbv tp2",
+            lambda cut: cut.schedule == "zbv",
+            "axis pp: with pp = 1 the difference is gone, and so it is with 1f1b",
+        ),
+        (
+            "pp2:zbh1@1+2",
+            lambda cut: cut.schedule == "zbh1",
+            "axis pp: with pp = 1 the difference is gone, and so it is with 1f1b",
+        ),
+        (
+            "tp2 dp2",
+            lambda cut: cut.tp > 1 and cut.sp,
+            "axis tp: with tp = 1 the difference is gone, and so it is with nosp",
+        ),
+        (
+            "cp4:ulysses dp2 zero2/2",
+            lambda cut: cut.cp_ulysses > 1 and cut.zero > 0,
+            "axis cp: with cp = 1 the difference is gone, and so it is with gather or zero0",
+        ),
+        (
+            "dp4 zero1/2",
+            lambda cut: cut.zero_group == 2,
+            "axis dp: with dp = 1 the difference is gone, and so it is with zero1 without groups or zero0",
+        ),
+        ("dp2 zero1", lambda cut: cut.dp > 1, "axis dp: with dp = 1 the difference is gone"),
+    ],
+)
+def test_the_guilty_option(text: str, fails: Callable[[Layout], bool], said: str) -> None:
+    assert name_axis(Layout.parse(text), fails) == said
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,9 @@ def test_a_model_with_few_positions() -> None:
         plans("tp8", spec=model(max_positions=11))
 
 
-def test_bounds_are_known_for_two_dtypes() -> None:
-    with pytest.raises(ConfigError, match="float64 and float32, not of 'bfloat16'"):
-        plans("tp2", dtype="bfloat16")
+def test_dtypes_that_are_compared() -> None:
+    with pytest.raises(ConfigError, match="float64, float32 and bfloat16, not in 'float16'"):
+        plans("tp2", dtype="float16")
 
 
 RUNNABLE = [name for name in names() if not beyond_plain_decoder(preset(name))]

@@ -19,7 +19,8 @@ TESTS := tests/unit tests/rules tests/golden tests/ranks tests/museum
 help:
 	@echo "make lab       train a small model under every layout up to 8 ranks, verify each, write report.html"
 	@echo "               (options of 'fivefold lab' go in ARGS: make lab ARGS='--max-ranks 4')"
-	@echo "make test      the tests, cheapest first (options of pytest go in ARGS: make test ARGS='-k layout')"
+	@echo "make test      the tests, cheapest first (options of pytest go in ARGS: make test ARGS='-k layout';"
+	@echo "               a part of them: make test TESTS=tests/unit/core)"
 	@echo "make test-all  the same with the whole matrix of layouts and models"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff format the code and fix what it can"

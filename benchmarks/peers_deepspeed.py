@@ -3,10 +3,11 @@
 It trains our decoder, so that only the machinery differs. Shims, all that it takes beyond what its manual says:
 
 - `DS_ACCELERATOR=cpu`, and installed with `DS_BUILD_OPS=0`: no operator of its own is compiled. Its optimizer is torch's
-  fused AdamW, handed over; collectives are torch's on gloo.
+  fused AdamW, handed over; collectives are torch's on gloo. One operator it would compile all the same when it starts,
+  which only `inference_all_reduce` uses: it is told that this machine cannot (`__compatible_ops__`).
 - It joins the process group that is there rather than making one.
-- It averages gradients over ranks and microbatches, ours are sums over valid tokens: each microbatch's loss is
-  multiplied by ranks x microbatches and divided by the global count of valid tokens, so that both optimise the same.
+- It averages gradients over data ranks (not over those of Ulysses) and microbatches, ours are sums over valid tokens:
+  each microbatch's loss is multiplied by data ranks x microbatches and divided by the global count of valid tokens.
 - Attention cores are wrapped for `DistributedAttention`, which wants [B, S, N, H] and we [B, N, S, H]: two views.
 - The pipeline's layers hold their rotary angles, made once: its stages pass on nothing but hidden states.
 """
@@ -23,8 +24,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from peers import Job
 
 deepspeed_logger.setLevel(logging.WARNING)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Trained(nn.Module):
@@ -71,7 +73,7 @@ def make_engine(job: Job, module: nn.Module, zero: dict[str, Any], **options: An
 
 
 def loop(job: Job, engine: Any, scale: int) -> Step:
-    """The loop that its users write. `scale`: over what it averages, ranks x microbatches."""
+    """The loop that its users write. `scale`: over how many it averages, data ranks x microbatches."""
     batches, mask = job.batches, job.batches.labels != -100
 
     def step(i: int) -> float:
@@ -105,7 +107,7 @@ class Ulysses(nn.Module):
         super().__init__()
         self.core = core
         self.distributed = DistributedAttention(
-            self._local, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
+            self._local, parallel_state_sp.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
         )
 
     def _local(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
@@ -119,12 +121,14 @@ class Ulysses(nn.Module):
 
 
 def ulysses(job: Job) -> Step:
+    """Ulysses, its ranks made known by `mpu`: with `mesh_param` it would not sum gradients over them."""
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=job.plan.layout.cp)
     model = whole_model(job)
-    engine = make_engine(job, Trained(model, job.positions), {"stage": 0}, mesh_param=(1, job.plan.layout.cp))
     for layer in model.layers.values():
         layer.attention.core = Ulysses(layer.attention.core)
-    return loop(job, engine, job.plan.layout.cp * MICROBATCHES)
+    engine = make_engine(job, Trained(model, job.positions), {"stage": 0}, mpu=parallel_state_sp)
+    return loop(job, engine, MICROBATCHES)
 
 
 class Turned(nn.Module):

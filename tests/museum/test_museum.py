@@ -80,13 +80,15 @@ ALL = cases(list(FAULTS), both=True)
 QUICK = cases([fault for fault in FAULTS if fault.quick], both=False).keys()
 
 
+def shown(case: tuple[str, ModelSpec, bool]) -> str:
+    text, spec, documents = case
+    return f"{spec.name} {text}{' documents' if documents else ''}"
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in QUICK else pytest.mark.exhaustive, id=f"{case[1].name} {case[0]}")
-        for case in ALL
-    ],
-)  # fmt: skip
+    [pytest.param(c, marks=() if c in QUICK else pytest.mark.exhaustive, id=shown(c)) for c in ALL],
+)
 def test_no_false_alarm(case: tuple[str, ModelSpec, bool]) -> None:
     plan, one = plan_of(case[0], ALL[case], SECOND)
     verdict = one.judge(plan, find_axis=False)

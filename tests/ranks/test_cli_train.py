@@ -145,7 +145,8 @@ def test_a_model_that_is_not_supported(
 
 def test_config_file_that_is_not_there(fivefold: CommandLine) -> None:
     assert fivefold("train", "missing.yaml").said().startswith("missing.yaml: cannot be read")
-    assert fivefold("train", "steps=1").said() == "command line: missing key 'model'"
+    assert fivefold("train", "steps=1").said().startswith("command line: missing key 'model': name a config")
+    assert "no option --layout; a setting is written layout=VALUE" in fivefold("train", "--layout", "tp2").err
 
 
 def test_port_in_use(fivefold: CommandLine) -> None:

@@ -29,8 +29,8 @@ def test_it_passes(fivefold_verify: Check) -> None:
 
 
 def test_presets_and_shrinking(fivefold_verify: Check) -> None:
-    verdict = fivefold_verify("llama-3-8b", "tp2", "pp2", shrink=True, device="cpu", steps=1, dtype="float32")
-    assert (verdict.model, verdict.dtype) == ("llama-3-8b (shrunk)", "float32")
+    verdict = fivefold_verify("tiny-llama", "tp2", "pp2", shrink=True, device="cpu", steps=1, dtype="float32")
+    assert (verdict.model, verdict.dtype) == ("tiny-llama (shrunk)", "float32")
 
 
 def test_it_fails_with_the_cause(fivefold_verify: Check, monkeypatch: pytest.MonkeyPatch) -> None:

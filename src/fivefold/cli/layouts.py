@@ -114,7 +114,7 @@ def _print(layouts: list[Layout], title: str) -> None:
         shapes.setdefault(str(plain).removesuffix(":ring"), []).append(layout)
     table = Table(title=title, title_justify="left")
     for name in ("shape", "layouts", "zero", "schedules", "cp methods", "sequence parallel"):
-        table.add_column(name, justify="right" if name == "layouts" else "left")
+        table.add_column(name, justify="right" if name == "layouts" else "left", overflow="fold")
     for shape, members in shapes.items():
         schedules = [
             layout.schedule
@@ -140,6 +140,7 @@ def _print(layouts: list[Layout], title: str) -> None:
     console.print(
         f"{len(layouts)} layouts; --json lists them, --why LAYOUT names the rule that forbids another",
         highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fivefold.core.model_spec import ModelSpec
     from fivefold.nn.hub_write import Written
 
+SEQUENCE = 4096
+"""Tokens in a sequence unless told otherwise."""
+
 
 @click.group(name="model")
 def command() -> None:
@@ -24,16 +27,18 @@ def command() -> None:
 @command.command(name="show")
 @click.argument("model", metavar="CONFIG_OR_PRESET")
 @click.option(
-    "--sequence", type=click.IntRange(1, 10**9), default=4096, show_default=True, help="Tokens in a sequence."
-)
+    "--sequence", type=click.IntRange(1, 10**9),
+    help="Tokens in a sequence. Default: 4096, or what the model can take if that is less.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def show(model: str, sequence: int, as_json: bool) -> None:
+def show(model: str, sequence: int | None, as_json: bool) -> None:
     """Count parameters and FLOPs of a preset, a Hugging Face config.json, or a folder that holds one."""
     from fivefold.catalog.models import resolve
     from fivefold.core.model_counts import parameter_counts
 
     spec = resolve(model)
     counts = parameter_counts(spec)
+    sequence = sequence or min(SEQUENCE, spec.max_positions)
     if as_json:
         print_json(_facts(spec, counts, sequence))
     else:
@@ -44,6 +49,7 @@ def show(model: str, sequence: int, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def list_presets(as_json: bool) -> None:
     """List the presets with their parameters and the source of their sizes."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -66,7 +72,8 @@ def list_presets(as_json: bool) -> None:
         ]
         print_json({"models": models})
         return
-    table = Table("preset", "parameters", "active", "runs here", "source")
+    table = Table("preset", "parameters", "active", "runs here", box=box.SIMPLE, pad_edge=False)
+    table.add_column("source", overflow="fold")
     for spec, origin, counts in rows:
         total, active = format_count(counts["total_parameters"]), format_count(counts["active_parameters"])
         table.add_row(spec.name, total, active, "no" if _why_not(spec) else "yes", origin)
@@ -209,19 +216,18 @@ def _print_tables(spec: ModelSpec, counts: ParameterCounts, sequence: int) -> No
     console, total = Console(), counts["total_parameters"]
     tied = "tied" if spec.tied_embeddings else "untied"
     console.print(
-        f"{spec.name} ({spec.family}): {spec.layers} layers, hidden {spec.hidden}, "
-        f"vocab {spec.vocab} ({tied}), positions {spec.max_positions}",
+        f"{spec.name} ({spec.family}): {format_count(total).strip()} parameters, {spec.layers} layers, "
+        f"hidden {spec.hidden}, vocab {spec.vocab} ({tied}), positions {spec.max_positions}",
         markup=False,
+        soft_wrap=True,
     )
     table = Table("component", "parameters", "share")
     for component, n in counts["by_component"].items():
         if n:
             table.add_row(component, f"{n:,}", f"{n / total:.1%}")
     table.add_section()
-    table.add_row("total", f"{total:,}", format_count(total))
-    table.add_row(
-        "active per token", f"{counts['active_parameters']:,}", format_count(counts["active_parameters"])
-    )
+    for row, n in (("total", total), ("active per token", counts["active_parameters"])):
+        table.add_row(row, f"{n:,}", f"{n / total:.1%}")
     console.print(table)
 
     table = Table("layers", "attention", "mlp", "parameters", "forward FLOPs/token")
@@ -241,9 +247,10 @@ def _print_tables(spec: ModelSpec, counts: ParameterCounts, sequence: int) -> No
     console.print(table)
     forward, training = forward_flops(spec, sequence), training_flops(spec, sequence)
     console.print(
-        f"FLOPs per token at {sequence} tokens, causal: forward {format_count(forward)}, "
-        f"forward and backward {format_count(training)}",
+        f"FLOPs per token at {sequence} tokens, causal: forward {format_count(forward).strip()}, "
+        f"forward and backward {format_count(training).strip()}",
         highlight=False,
+        soft_wrap=True,
     )
     for title, lines in (("beyond a plain decoder", beyond_plain_decoder(spec)), ("note", spec.notes)):
         for line in lines:

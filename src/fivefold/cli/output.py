@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fivefold.core.value import strict
+from fivefold.core.json_text import strict
 
 
 class FiniteRange(click.FloatRange):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fivefold.runtime.launch import Rank
     from fivefold.train.trainer import StepMetrics
 
+ROOM = 135
+"""Columns that a bar and all numbers take, without the title; a narrower terminal gets neither bar nor FLOP/s."""
 PLAIN_EVERY_S = 5.0
 """Seconds between two lines where there is no terminal."""
 
@@ -30,6 +32,7 @@ class TrainProgress:
         self.said = 0.0
         self.steps = 0
         self.measured = ""
+        self.roomy = True
 
     def start(self, plan: Plan, first: int, steps: int, rank: Rank) -> None:
         self.steps = steps
@@ -42,26 +45,29 @@ class TrainProgress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        console = Console(stderr=True)
+        self.roomy = console.width >= ROOM + len(title)
+        if not self.roomy:
+            console.print(title, markup=False, highlight=False)
         columns = (
-            TextColumn(title),
-            BarColumn(),
+            *((TextColumn(title, markup=False), BarColumn()) if self.roomy else ()),
             MofNCompleteColumn(),
             TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(),
         )
-        self.bar = Progress(*columns, console=Console(stderr=True))
+        self.bar = Progress(*columns, console=console)
         self.bar.start()
         self.task = self.bar.add_task("", total=steps, completed=first, line="")
 
     def update(self, metrics: StepMetrics, memory_bytes: int | None) -> None:
         memory = "-" if memory_bytes is None else format_bytes(memory_bytes)
-        line = (
-            f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tok/s  "
-            f"{format_count(metrics.flops_per_s)}FLOP/s  {memory}  comm {metrics.comm_frac:.0%}"
-        )
         if metrics.validation_loss is not None:
-            self.measured = f"  validation {metrics.validation_loss:.4f}"
-        line += self.measured
+            self.measured = f" (validation {metrics.validation_loss:.4f})"
+        flops = f"{format_count(metrics.flops_per_s)}FLOP/s  " if self.roomy else ""
+        line = (
+            f"loss {metrics.loss:.4f}{self.measured}  {format_count(metrics.tokens_per_s)} tok/s  "
+            f"{flops}{memory}  comm {metrics.comm_frac:.0%}"
+        )
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=metrics.step, line=line)
         elif time.monotonic() - self.said > PLAIN_EVERY_S or metrics.step in (1, self.steps):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fivefold.cli.output import print_json
-from fivefold.core.value import strict
+from fivefold.core.json_text import strict
 from fivefold.errors import RecordError
 from fivefold.records.store import STATUSES, MetricRow, RunRecord, Store, default_path, store_exists
 
@@ -31,6 +31,8 @@ SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 SPARK_WIDTH = 60
 FOLLOWED = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_frac")
 FOLLOW_EVERY_S = 0.5
+NARROW_LEAVES = ("name", "took", "kind", "steps")
+"""Columns of the list that a terminal may have no room for, the first to leave first."""
 PIPE_WIDTH = 200
 """Columns when the output is no terminal: a table in a file or a pipe should not lose its columns."""
 
@@ -219,20 +221,40 @@ def sparkline(values: list[float], *, ramp: str = SPARKS, width: int = SPARK_WID
 
 
 def _print_list(found: list[RunRecord]) -> None:
-    table = _table("id", "kind", "status", "started", "took", "model", "layout", "steps", "name")
-    for run in found:
-        table.add_row(
-            run.id,
-            run.kind,
-            _coloured(run.status),
-            _local(run.started_at),
-            _took(run),
-            _clean(run.model),
-            _clean(run.layout),
-            "" if run.last_step is None else str(run.last_step),
-            _clean(run.name or ""),
-        )
-    _console().print(table)
+    rows = [
+        {
+            "id": run.id,
+            "kind": run.kind,
+            "status": _coloured(run.status),
+            "started": _local(run.started_at),
+            "took": _took(run),
+            "model": _clean(run.model),
+            "layout": _clean(run.layout),
+            "steps": "" if run.last_step is None else str(run.last_step),
+            "name": _clean(run.name or ""),
+        }
+        for run in found
+    ]
+    console, names = _console(), list(rows[0])
+    if not any(run.name for run in found):
+        names.remove("name")
+    table = _filled(names, rows)
+    if not _fits(console, table):
+        rows = [{**row, "started": row["started"][5:-3]} for row in rows]
+        table = _filled(names, rows)
+    for spare in NARROW_LEAVES:
+        if _fits(console, table):
+            break
+        names = [name for name in names if name != spare]
+        table = _filled(names, rows)
+    console.print(table)
+
+
+def _filled(names: list[str], rows: list[dict[str, Any]]) -> Any:
+    table = _table(*names)
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table
 
 
 def _print_run(run: RunRecord, results: dict[str, Any], metrics: list[MetricRow]) -> None:
@@ -275,15 +297,33 @@ def _print_losses(console: Console, loss: dict[int, float]) -> None:
 
 
 def _print_ranks(console: Console, newest: dict[int, MetricRow]) -> None:
+    """A row for each rank; where that is too wide, a row for each metric, with as many ranks beside it as fit."""
     if not newest:
         return
     names = sorted({name for row in newest.values() for name in row.values}, key=lambda n: (n != "loss", n))
-    table = _table("rank", "step", *(_clean(name) for name in names))
-    for rank, row in newest.items():
-        table.add_row(
-            str(rank), str(row.step), *(_brief(n, row.values[n]) if n in row.values else "" for n in names)
-        )
-    console.print(table)
+    cells = [
+        [str(rank), str(row.step), *(_brief(n, row.values[n]) if n in row.values else "" for n in names)]
+        for rank, row in newest.items()
+    ]
+    heads = ["rank", "step", *names]
+    table = _table(*map(_clean, heads))
+    for row in cells:
+        table.add_row(*row)
+    if _fits(console, table):
+        console.print(table)
+        return
+    room = console.width - max(map(len, heads)) - 2
+    beside = max(1, room // (max(len(cell) for row in cells for cell in row) + 3))
+    for first in range(0, len(cells), beside):
+        shown = cells[first : first + beside]
+        table = _table("rank", *(row[0] for row in shown))
+        for i, head in enumerate(heads[1:], start=1):
+            table.add_row(_clean(head), *(row[i] for row in shown))
+        console.print(table)
+
+
+def _fits(console: Console, table: Any) -> bool:
+    return bool(console.measure(table, options=console.options.update(width=10**6)).maximum <= console.width)
 
 
 def _brief(name: str, value: Any) -> str:

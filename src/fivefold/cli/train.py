@@ -12,7 +12,24 @@ if TYPE_CHECKING:
     from fivefold.train.outcome import Outcome
 
 
-@click.command()
+class Settings(click.Command):
+    """Says how a setting is written where it was typed as an option: `--layout tp2`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from fivefold.train.config import valid_keys
+
+            key = error.option_name.lstrip("-").replace("-", "_")
+            if key not in valid_keys():
+                raise
+            raise click.UsageError(
+                f"no option {error.option_name}; a setting is written {key}=VALUE", ctx
+            ) from None
+
+
+@click.command(cls=Settings)
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1)
 @click.option(

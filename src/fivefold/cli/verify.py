@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Judge every shape and every pair of options that is legal, each against dp1.",
 )
-@click.option(
-    "--max-ranks", type=click.IntRange(2, 64), default=4, show_default=True, help="Of a layout in the matrix."
-)
+@click.option("--max-ranks", type=click.IntRange(2, 64), help="Of a layout in the matrix. Default: 4.")
 @click.option(
     "--budget", help="Begin no layout of the matrix after this time: 90s, 10m, 2h. Default: no limit."
 )
@@ -62,7 +60,7 @@ def command(
     against: str,
     actions: Path | None,
     matrix: bool,
-    max_ranks: int,
+    max_ranks: int | None,
     budget: str | None,
     results: Path | None,
     dtype: Literal["float64", "float32", "bfloat16"],
@@ -91,6 +89,8 @@ def command(
 
     if matrix == (layout is not None):
         raise click.UsageError("give --layout for one layout, or --matrix for all")
+    if not matrix and (max_ranks, budget, results) != (None, None, None):
+        raise click.UsageError("--max-ranks, --budget and --results go with --matrix")
     spec = resolve(model)
     candidate, reference = Layout.parse(layout or "dp1"), Layout.parse(against)
     if matrix and (actions is not None or reference.world_size > 1 or dtype == "bfloat16"):
@@ -110,8 +110,8 @@ def command(
         from fivefold.cli.matrix import run_matrix
 
         return run_matrix(
-            spec, max_ranks, dtype="float32" if dtype == "float32" else "float64", steps=steps, seed=seed, device=device,
-            budget=budget, results=results, as_json=as_json,
+            spec, max_ranks or 4, dtype="float32" if dtype == "float32" else "float64", steps=steps, seed=seed,
+            device=device, budget=budget, results=results, as_json=as_json,
         )  # fmt: skip
     ranks = max(candidate.world_size, reference.world_size)
     click.echo(

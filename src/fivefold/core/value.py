@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -27,15 +27,6 @@ class Value(BaseModel):
         """A copy with some fields changed, validated again."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**values, **changes})
-
-
-def strict(value: Any) -> Any:
-    """The same value with texts in place of numbers that JSON does not have: nan, inf and -inf, which `float` reads."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
-    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 LONGEST_INPUT = 80
@@ -64,6 +55,13 @@ def _known_keys(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
         field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
         if field is None:
             continue
-        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
+        model = next(_models(field.annotation), model)
     return list(model.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The classes with fields in a type, however deep: `A`, `A | None`, `tuple[A, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in getattr(annotation, "__args__", ()):
+        yield from _models(part)

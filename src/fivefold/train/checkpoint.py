@@ -168,7 +168,9 @@ class Manifest(Value):
                 )
             data = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from None
+            inside = sorted(folder.glob("step-????????/" + MANIFEST))[-1:]
+            hint = "".join(f"; {path.parent} is one" for path in inside)
+            raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{hint}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, RecursionError):

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from fivefold.core.execution import MOST_MIB, DType, Execution, microbatches
 from fivefold.core.layout import Layout
@@ -15,7 +23,7 @@ from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Posi
 from fivefold.core.value import Value, describe
 from fivefold.core.workload import MOST_SEQUENCES, MOST_TOKENS, Workload
 from fivefold.data.choice import DataSource
-from fivefold.errors import ConfigError, nearest
+from fivefold.errors import ConfigError, LayoutError, nearest
 from fivefold.strategies.pipeline.actions import read_actions
 from fivefold.units import KIB, format_bytes
 
@@ -26,6 +34,9 @@ LONGEST_INTEGER = 100
 """Digits of an integer that is read; what keys take is far below."""
 
 COMMAND_LINE = "command line"
+
+OPTIONS = ("device", "ranks", "port", "resume", "restarts")
+"""What the command line takes as `--device cpu`, and no config as a key."""
 
 AUTO_MICROBATCH_TOKENS = 8192
 """`micro_batch: auto` keeps a microbatch within so many tokens: large enough for full matmuls on a GPU."""
@@ -45,6 +56,16 @@ def _rows_or_auto(value: object) -> object:
 
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_rows_or_auto)]
 PathName = Annotated[Path, AfterValidator(usable_name)]
+
+Data = Annotated[
+    Annotated[Name, Tag("text")] | Annotated[tuple[DataSource, ...], Tag("source")],
+    Discriminator(
+        lambda value: {str: "text", list: "source", tuple: "source"}.get(type(value)),
+        custom_error_type="data",
+        custom_error_message="Input should be text, or a list of {path, weight}",
+    ),
+]
+"""Told apart before they are checked, so that a fault is that of the one that was meant."""
 
 
 class CheckpointConfig(Value):
@@ -120,7 +141,7 @@ class TrainConfig(Value):
     """Folder of a Hugging Face checkpoint to start from; null: random values from the seed."""
     export: Name | None = None
     """Folder for the trained model as a Hugging Face checkpoint; null: none is written."""
-    data: Name | tuple[DataSource, ...] = "builtin"
+    data: Data = "builtin"
     """`builtin` (source code of this Python installation); a text file, folder or glob; a folder that
     `fivefold data prepare` made; or a mixture: a list of {path, weight}."""
     separate_documents: bool = False
@@ -194,6 +215,13 @@ def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> Train
     changed = set()
     for text in overrides:
         changed.add(_override(data, text))
+    if "model" not in data:
+        hint = (
+            ""
+            if path is not None
+            else ": name a config first, such as examples/train.yaml, or a model, such as model=tiny-llama"
+        )
+        raise ConfigError(f"{where}: missing key 'model'{hint}")
     try:
         return TrainConfig.model_validate(data)
     except ValidationError as error:
@@ -249,7 +277,10 @@ def _unknown(key: str, where: str) -> str:
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
     sections = [name for name, field in TrainConfig.model_fields.items() if _section(field.annotation)]
     hint = f" (did you mean {same_leaf[0]!r}?)" if same_leaf else nearest(key, [*keys, *sections])
-    return f"{where}: unknown key {key!r}{hint or '; valid keys: ' + ', '.join(keys)}"
+    if key in OPTIONS:
+        hint = f"; it is an option: --{key}"
+    tops = [f"{name}.*" if name in sections else name for name in TrainConfig.model_fields]
+    return f"{where}: unknown key {key!r}{hint or '; valid keys: ' + ', '.join(tops)}"
 
 
 def _override(data: dict[str, Any], text: str) -> str:
@@ -258,7 +289,10 @@ def _override(data: dict[str, Any], text: str) -> str:
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(_short(f"{where}: expected key=value, such as optimizer.lr=3e-4, got {text!r}"))
+        hint = "; a layout of several words is quoted: layout='dp2 tp2'" if _is_layout(text) else ""
+        raise ConfigError(
+            _short(f"{where}: expected key=value, such as optimizer.lr=3e-4, got {text!r}{hint}")
+        )
     try:
         value = _parse(value_text)
     except OverflowError as error:
@@ -279,13 +313,24 @@ def _override(data: dict[str, Any], text: str) -> str:
     return key
 
 
+def _is_layout(text: str) -> bool:
+    try:
+        Layout.parse(text)
+    except LayoutError:
+        return False
+    return True
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             raw = file.read(CONFIG_LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+        hint = "; give a YAML file, or settings alone, such as model=tiny-llama"
+        raise ConfigError(
+            f"{path}: cannot be read: {reason}{hint if isinstance(error, FileNotFoundError) else ''}"
+        ) from None
     if len(raw) > CONFIG_LIMIT_BYTES:
         raise ConfigError(
             f"{path}: larger than {format_bytes(CONFIG_LIMIT_BYTES)}; this is no training config"

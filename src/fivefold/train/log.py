@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -92,8 +93,8 @@ class Log:
 class MetricsFile:
     """One JSON object per line, each written at once: after any end of the run the file holds whole lines only.
 
-    `keep`: a resumed run keeps the lines up to this step, and writes again those of the steps that it takes again. That
-    a run which does not resume finds no file there is for `outputs` to see.
+    `keep`: a resumed run keeps the lines up to this step, and writes again those of the steps that it takes again. A run
+    that was told to resume and found nothing to go on from begins at 0: what is there is moved aside, not lost.
 
     Raises: RecordError, one line, where the file cannot be written (a full disk, a folder that is read-only), or is
             no metrics file.
@@ -103,8 +104,10 @@ class MetricsFile:
         self.path, self.size = path, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self.size = _size_up_to(path, keep) if path.is_file() else 0
+            if path.is_file() and not keep and path.stat().st_size:
+                path.rename(_aside(path))
             if path.is_file():
-                self.size = _size_up_to(path, keep)
                 self.file = path.open("r+b", buffering=0)
                 self.file.truncate(self.size)
                 self.file.seek(self.size)
@@ -130,6 +133,11 @@ class MetricsFile:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _aside(path: Path) -> Path:
+    """The first of `metrics.jsonl.1`, `metrics.jsonl.2`, ... that is free."""
+    return next(free for n in count(1) if not (free := path.with_name(f"{path.name}.{n}")).exists())
 
 
 def _size_up_to(path: Path, step: int) -> int:

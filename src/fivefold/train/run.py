@@ -74,7 +74,8 @@ def prepare(config: TrainConfig, kind: str) -> tuple[Plan, Data]:
     if config.weights is not None:
         HFCheckpoint.open(config.weights).check_model(spec)
     if kind == "cpu" and not under_launcher():
-        check_size(plan, what="training", advice="use a smaller model, or more of tp and pp instead of dp")
+        advice = "use a smaller model" + ", or tp, pp or zero3 instead of dp" * (config.layout.dp > 1)
+        check_size(plan, what="training", advice=advice)
     saves = config.export is not None or config.checkpoint.folder is not None
     data = Data(
         open_data(config.data, config.seq_len, config.seed, limit_bytes=int(config.data_limit_mib * MIB)),
@@ -241,6 +242,7 @@ def train_rank(
 ) -> Outcome | None:
     """One rank of the run. Rank 0 writes everything but the checkpoints, to which every rank adds its part."""
     corpus = data.train.fingerprint
+    check_same_job(config, plan, rank)
     check_same_corpus(corpus, rank)
     if data.validation is not None:
         check_same_corpus(data.validation.fingerprint, rank)
@@ -320,6 +322,31 @@ def _loop(
         if saver is not None:
             saver.wait()
     return history
+
+
+def check_same_job(config: TrainConfig, plan: Plan, rank: Rank) -> None:
+    """Raises: ConfigError if the ranks were told to do different things: they would wait for each other for ever."""
+    told = {
+        "plan": plan.hash,
+        "layout": str(plan.layout),
+        "steps": config.steps,
+        "seed": config.seed,
+        "log.every": config.log.every,
+        "validation": (config.validation.every, config.validation.samples),
+        "checkpoint": (config.checkpoint.folder is not None, config.checkpoint.every),
+        "export": config.export is not None,
+    }
+    if rank.world_size == 1:
+        return
+    found: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(found, told)
+    for other, theirs in enumerate(found):
+        for key, value in theirs.items():
+            if value != found[0][key]:
+                raise ConfigError(
+                    f"rank {other} was told {key} {value}, rank 0 {found[0][key]}: give every node the same config, and "
+                    f"for @measured the same record"
+                )
 
 
 def check_same_corpus(fingerprint: str, rank: Rank) -> None:

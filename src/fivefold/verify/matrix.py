@@ -7,6 +7,7 @@ for verdict in walk(spec, chosen_layouts(spec, max_ranks=8), dtype="float64"):
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -14,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold import __version__
+from fivefold.core.json_text import strict
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
-from fivefold.core.value import strict
 from fivefold.errors import ConfigError, RankFailure
 from fivefold.strategies.legal import covering, legal_layouts, shapes, why_not
 from fivefold.units import MIB
@@ -122,9 +122,19 @@ def _header(spec: ModelSpec, dtype: DType, steps: int, seed: int) -> dict[str, A
         "dtype": dtype,
         "steps": steps,
         "seed": seed,
-        "version": __version__,
+        "code": _code_hash(),
         "bound": BOUNDS[dtype],
     }
+
+
+def _code_hash() -> str:
+    """Of every source file of this package: a verdict is of the code that it was made with."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class _Results:
@@ -164,7 +174,7 @@ class _Results:
             found = [json.loads(line) for line in whole]
             if found and found[0] != json.loads(json.dumps(header)):
                 raise ConfigError(
-                    f"{self.path} holds the results of another walk (model, dtype, steps, seed or version differ); "
+                    f"{self.path} holds the results of another walk (model, dtype, steps, seed or code differ); "
                     "name another file"
                 )
             self.verdicts = {one["layout"]: Verdict.model_validate(one) for one in found[1:]}

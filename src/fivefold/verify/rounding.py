@@ -24,7 +24,7 @@ from fivefold.runtime.launch import run_ranks
 from fivefold.verify.communication import event_differences
 from fivefold.verify.compare import QUANTITIES, Errors, assemble, compare
 from fivefold.verify.observe import NOISE, Observation, observe
-from fivefold.verify.verify import KEPT_COPIES, SHRINK, STEPS, Verdict
+from fivefold.verify.verify import KEPT_COPIES, SHRINK, STEPS, Verdict, limits_of
 from fivefold.verify.workload import common_plans
 
 WORSE = 2.0
@@ -76,6 +76,7 @@ def verify_bfloat16(
         bounds=bounds,
         absent=tuple(q for q in QUANTITIES if not errors.present(q)),
         not_judged=NOT_JUDGED,
+        limits=limits_of(plan, Layout(), steps),
         events_match=not lines,
         event_differences=tuple(lines),
         cause=_cause(worse, errors, lines),

@@ -186,7 +186,7 @@ def judge(
         events_match=not lines,
         event_differences=tuple(lines),
         against_faults=faults,
-        limits=_limits(plan, against, steps),
+        limits=limits_of(plan, against, steps),
         first_module=cause.first_module if cause else None,
         ratio=cause.ratio if cause else None,
         cause=". Between the two, ".join(texts) or None,
@@ -228,7 +228,7 @@ def _not_judged(plan: Plan) -> tuple[str, ...]:
     return ("weights_adamw",) if plan.execution.dtype == "float32" else ()
 
 
-def _limits(plan: Plan, against: Layout, steps: int) -> tuple[str, ...]:
+def limits_of(plan: Plan, against: Layout, steps: int) -> tuple[str, ...]:
     """What a comparison of these two cannot show, in words."""
     length = plan.workload.seq_len
     limits = [f"the window of {window} was not exercised: sequence {length}" for window in idle_windows(plan)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from fivefold.cli import runs
 from fivefold.cli.runs import command, last_rows, losses, sparkline
 from fivefold.errors import RecordError
 from fivefold.records.store import MetricRow, Store
@@ -128,6 +130,25 @@ def test_show_tells_what_matters(invoke: Invoke, store: Store) -> None:
     assert "█▇▆▅▅▄▃▂▁  9 at step 1, 1 at step 9" in text
     ranks = [line.split() for line in text.splitlines() if line.strip().startswith(("0 ", "1 "))]
     assert ranks == [["0", "9", "2.1", "ms", "3", "GiB"], ["1", "9", "1", "1", "GiB"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_narrow_terminal_breaks_no_cell(
+    invoke: Invoke, store: Store, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(runs, "PIPE_WIDTH", 80)
+    names = ["comm_data_s", "flops_per_s", "pipeline_s", "tokens_per_s", "valid_tokens", "validation_loss"]
+    run = store.start(kind="train", layout="dp2 tp2 pp2:zbh1 zero1", model="tiny-llama", plan={})
+    for rank in range(ranks):
+        run.log(1, rank, {"loss": 5.5, **dict.fromkeys(names, 1234.5 + 10**rank)})
+    listed = invoke("list").output
+    assert {"dp2 tp2 pp2:zbh1 zero1", run.id, "running", "tiny-llama"} <= {
+        word.strip() for word in re.split(r"  |\n", listed)
+    }
+    shown = invoke("show", run.id).output
+    words = shown.split()
+    assert {*names, *(f"{1234.5 + 10**rank:.5g}" for rank in range(ranks) if rank < 5)} <= set(words)
+    assert max(map(len, [*listed.splitlines(), *shown.splitlines()])) <= 80
 
 
 def test_show_json_is_strict_and_whole(invoke: Invoke, store: Store) -> None:

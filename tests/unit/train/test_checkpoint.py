@@ -250,6 +250,19 @@ FAULTS: list[tuple[str, Callable[[Path], object], str]] = [
         "the pieces of .*up.weight hold 20 of 35 elements",
     ),
     (
+        "a piece twice: as many elements, and a gap",
+        lambda f: forge(
+            f, lambda d: d["tensors"][KEY]["pieces"].append({**piece(d, 0), "start": [3, 0], "shape": [4, 5]})
+        ),
+        r"the piece at \[\d, 0\] has elements that another one has as well",
+    ),
+    ("more updates than steps", lambda f: forge(f, lambda d: d.update(updates=9)), "9 updates in 4 steps"),
+    (
+        "another step than its folder says",
+        lambda f: forge(f, lambda d: d.update(step=3, updates=3)),
+        "holds the checkpoint of step 3: rename it to step-00000003",
+    ),
+    (
         "another name",
         lambda f: forge(f, lambda d: piece(d, 1).update(name="what")),
         "rank-00001.safetensors: what: .*(does not contain|not found)",

@@ -91,6 +91,8 @@ def test_json_round_trip() -> None:
         ("steps.x=1", "unknown key 'steps.x': steps is one value, not a section"),
         ("steps", "expected key=value, such as optimizer.lr=3e-4, got 'steps'"),
         ("=3", "expected key=value"),
+        ("tp2", "got 'tp2'; a layout of several words is quoted: layout='dp2 tp2'"),
+        ("device=cpu", "unknown key 'device'; it is an option: --device"),
         (
             "steps=many",
             "steps: Input should be a valid integer, unable to parse string as an integer (got 'many')",
@@ -185,8 +187,10 @@ def test_a_section_that_is_a_scalar_cannot_be_changed_key_by_key(tmp_path: Path)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file.*; give a YAML file, or .* model="):
         load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"missing key 'model': name a config first"):
+        load_config(None)
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load_config(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -274,3 +278,19 @@ def test_config_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, fivefold.train.config; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("[{path: a, weight: 0}]", r"data\.source\.0\.weight: Input should be greater than 0 \(got 0\)"),
+        ("[{path: a, wieght: 2}]", r"unknown key 'data\.source\.0\.wieght' \(did you mean 'weight'\?\)"),
+        ("[{path: a}, {weight: 1}]", r"missing key 'data\.source\.1\.path'"),
+        ("[a, b]", r"data\.source\.0: expected keys and values"),
+        ("3", r"data: Input should be text, or a list of \{path, weight\} \(got 3\)"),
+    ],
+)
+def test_a_fault_in_a_mixture_is_that_of_the_mixture(data: str, words: str) -> None:
+    """Not that a list is no text."""
+    with pytest.raises(ConfigError, match=words):
+        load(f"data={data}")

@@ -15,6 +15,7 @@ from fivefold.engine.build import initial_value
 from fivefold.errors import ModelError
 from fivefold.nn.hub_write import write_hf
 from fivefold.train.config import TrainConfig
+from fivefold.train.log import MetricsFile
 from fivefold.train.run import prepare
 
 
@@ -36,3 +37,16 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="weights of another model"):
             prepare(config, "cpu")
     prepare(config.replace(model="tiny-llama"), "cpu")
+
+
+def test_a_metrics_file_of_a_run_that_begins_again_is_moved_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(3):
+        file = MetricsFile(path)
+        file.write({"step": 1, "loss": 2.0})
+        file.close()
+    assert sorted(found.name for found in tmp_path.iterdir()) == [
+        "metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2",
+    ]  # fmt: skip
+    MetricsFile(path, keep=1).close()
+    assert json.loads(path.read_text()) == {"step": 1, "loss": 2.0}

@@ -293,7 +293,9 @@ def measure_round(
     layout = plan.layout
     coordinate = layout.coordinate(rank.rank)
     batches = Batches.make(case, pairs + WARM_UP, seed=layout.dp * number + coordinate["dp"])
-    here = torch.cat([torch.arange(s.start, s.stop) for s in local_spans(case.seq_len, layout, coordinate["cp"])])
+    here = torch.cat(
+        [torch.arange(s.start, s.stop) for s in local_spans(case.seq_len, layout, coordinate["cp"])]
+    )
     if layout.cp > 1:
         batches = Batches(batches.tokens[..., here].contiguous(), batches.labels[..., here].contiguous())
     job = Job(case, plan, rank, batches, here[None], folder)
@@ -381,7 +383,12 @@ def main() -> None:
             if case.hidden not in contest.targets or case.hidden not in (options.hidden or contest.targets):
                 continue
             if contest.package in missing:
-                row = {"ours": contest.name, "against": contest.against, "hidden": case.hidden, "passed": False}
+                row = {
+                    "ours": contest.name,
+                    "against": contest.against,
+                    "hidden": case.hidden,
+                    "passed": False,
+                }
                 row |= {"error": f"{contest.package} is not installed"}
             else:
                 row = compare(contest, case, options.pairs)
@@ -391,7 +398,8 @@ def main() -> None:
     result = {
         "date": date.today().isoformat(),
         "machine": {key: machine_facts()[key] for key in ("cpu", "cores")},
-        "versions": versions() | {name: metadata.version(name) for name in sorted(packages - missing - {"torch"})},
+        "versions": versions()
+        | {name: metadata.version(name) for name in sorted(packages - missing - {"torch"})},
         "ranks": RANKS,
         "loss_tolerance": LOSS_TOLERANCE,
         "cases": [

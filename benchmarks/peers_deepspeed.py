@@ -9,7 +9,8 @@ It trains our decoder, so that only the machinery differs. Shims, all that it ta
 - It averages gradients over data ranks (not over those of Ulysses) and microbatches, ours are sums over valid tokens:
   each microbatch's loss is multiplied by data ranks x microbatches and divided by the global count of valid tokens.
 - Attention cores are wrapped for `DistributedAttention`, which wants [B, S, N, H] and we [B, N, S, H]: two views.
-- The pipeline's layers hold their rotary angles, made once: its stages pass on nothing but hidden states.
+- The pipeline's layers hold their rotary angles, made once: its stages pass on nothing but hidden states. Its parameters
+  are marked `model_parallel`: without that it clips every stage by the gradient norm of the first one alone.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ class Ulysses(nn.Module):
         )
 
     def _local(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        out_BNSH: Tensor = self.core(q_BSNH.transpose(1, 2), k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2), None)
+        out_BNSH: Tensor = self.core(
+            q_BSNH.transpose(1, 2), k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2), None
+        )
         return out_BNSH.transpose(1, 2)
 
     def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, _: None) -> Tensor:
@@ -162,6 +165,8 @@ def pipeline(job: Job) -> Step:
         loss_fn=loss,
         partition_method="uniform",
     )
+    for parameter in module.parameters():
+        parameter.model_parallel = True  # type: ignore[attr-defined]
     engine = make_engine(job, module, {"stage": 0})
     batches, mask = job.batches, job.batches.labels != -100
 

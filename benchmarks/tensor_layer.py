@@ -121,9 +121,9 @@ class PlainLayer(nn.Module):
 
 def tensor_plan(variant: str) -> dict[str, ParallelStyle]:
     """`parallelize_module`'s plan of one layer."""
-    plan: dict[str, ParallelStyle] = {
-        f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")
-    } | {f"mlp.{name}": ColwiseParallel() for name in ("gate", "up")}
+    plan: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")} | {
+        f"mlp.{name}": ColwiseParallel() for name in ("gate", "up")
+    }
     rows = ("attention.output", "mlp.down")
     if variant != "tutorial":
         plan |= {name: RowwiseParallel() for name in rows}
@@ -131,9 +131,11 @@ def tensor_plan(variant: str) -> dict[str, ParallelStyle]:
             plan |= prepared(Replicate())
         return plan
     plan |= {name: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)) for name in rows}
-    return plan | prepared(Shard(SEQUENCE_DIM)) | {
-        name: SequenceParallel(use_local_output=True) for name in ("attention_norm", "mlp_norm")
-    }
+    return (
+        plan
+        | prepared(Shard(SEQUENCE_DIM))
+        | {name: SequenceParallel(use_local_output=True) for name in ("attention_norm", "mlp_norm")}
+    )
 
 
 def prepared(layout: Any) -> dict[str, ParallelStyle]:
@@ -233,7 +235,9 @@ def agree(what: str, mine: Tensor, other: Tensor) -> None:
         raise AssertionError(f"{what} differs by {error:.1e} of its largest element")
 
 
-def measure_round(rank: Rank, case: Case, mode: str, variant: str, number: int, pairs: int) -> list[list[float]]:
+def measure_round(
+    rank: Rank, case: Case, mode: str, variant: str, number: int, pairs: int
+) -> list[list[float]]:
     """CPU-seconds of this rank for `pairs` passes of ours and of torch's in turn, both made anew."""
     first = number % 2  # who is made first
     makers = [lambda: ours(case, mode, rank), lambda: torchs(case, mode, variant, rank)]
@@ -316,7 +320,8 @@ def main() -> None:
         "ranks": RANKS,
         "tolerance": TOLERANCE,
         "cases": [
-            {key: value for key, value in asdict(case).items() if not key.startswith("target")} for case in cases
+            {key: value for key, value in asdict(case).items() if not key.startswith("target")}
+            for case in cases
         ],
         "rows": rows,
         "passed": all(row["passed"] for row in rows),

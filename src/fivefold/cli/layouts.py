@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from fivefold.core.layout import Layout
     from fivefold.core.plan import Plan
 
+MANY_RANKS = 16
+"""Beyond, so many combinations are tried that it is said beforehand."""
+
 SEQUENCE = 1024
 """Tokens in a sample unless told otherwise: at least so many, and what the ranks divide."""
 
@@ -90,6 +93,10 @@ def command(
         else:
             click.echo(rule or f"{asked} is legal for {spec.name} at sequence length {length}")
         return 0 if rule is None else 1
+    if world > MANY_RANKS:
+        click.echo(
+            f"trying every option of every shape of {world} ranks; this takes a minute or so ...", err=True
+        )
     found = list(legal_layouts(spec, world, make))
     if not found:
         raise LayoutError(f"no layout of {world} ranks is legal: {why_not(Layout(dp=world), make)}")

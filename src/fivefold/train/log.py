@@ -93,7 +93,7 @@ class Log:
 class MetricsFile:
     """One JSON object per line, each written at once: after any end of the run the file holds whole lines only.
 
-    `keep`: a resumed run keeps the lines up to this step, and writes again those of the steps that it takes again. A run
+    `keep`: a resumed run keeps the lines up to this step, and writes again those of the steps that it takes again. One
     that was told to resume and found nothing to go on from begins at 0: what is there is moved aside, not lost.
 
     Raises: RecordError, one line, where the file cannot be written (a full disk, a folder that is read-only), or is

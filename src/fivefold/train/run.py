@@ -33,7 +33,7 @@ from fivefold.train.log import Log
 from fivefold.train.measured import resolve_placement
 from fivefold.train.outcome import Outcome, finish, left_to_do, records_path, refuse_needless
 from fivefold.train.outputs import check_outputs
-from fivefold.train.saver import Saver, load_checkpoint, restart_from, resume_from
+from fivefold.train.saver import Saver, check_same_job, load_checkpoint, restart_from, resume_from
 from fivefold.train.sinks import check_sinks
 from fivefold.train.trainer import StepMetrics, Trainer
 from fivefold.units import MIB
@@ -151,8 +151,12 @@ def train(
     if start is not None and left == "export":
         return finish(config, plan, start, data=data.train.fingerprint, began=Manifest.load(start).step)
     check_outputs(config, resumed=resume is not None)
+    began = 0
+    if start is not None:
+        manifest = Manifest.load(start)
+        check_same_job(start, manifest, plan, seed=config.seed, data=data.train.fingerprint)
+        began = manifest.step
     _tell(data, progress)
-    began = 0 if start is None else Manifest.load(start).step
     runs: list[Run] = []
     while True:
         run = open_run(config, plan, kind)
@@ -242,7 +246,7 @@ def train_rank(
 ) -> Outcome | None:
     """One rank of the run. Rank 0 writes everything but the checkpoints, to which every rank adds its part."""
     corpus = data.train.fingerprint
-    check_same_job(config, plan, rank)
+    check_told_the_same(config, plan, rank)
     check_same_corpus(corpus, rank)
     if data.validation is not None:
         check_same_corpus(data.validation.fingerprint, rank)
@@ -324,7 +328,7 @@ def _loop(
     return history
 
 
-def check_same_job(config: TrainConfig, plan: Plan, rank: Rank) -> None:
+def check_told_the_same(config: TrainConfig, plan: Plan, rank: Rank) -> None:
     """Raises: ConfigError if the ranks were told to do different things: they would wait for each other for ever."""
     told = {
         "plan": plan.hash,
@@ -344,8 +348,8 @@ def check_same_job(config: TrainConfig, plan: Plan, rank: Rank) -> None:
         for key, value in theirs.items():
             if value != found[0][key]:
                 raise ConfigError(
-                    f"rank {other} was told {key} {value}, rank 0 {found[0][key]}: give every node the same config, and "
-                    f"for @measured the same record"
+                    f"rank {other} was told {key} {value}, rank 0 {found[0][key]}: give every node the same config, "
+                    f"and for @measured the same record"
                 )
 
 

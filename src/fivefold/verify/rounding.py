@@ -1,15 +1,20 @@
 """bfloat16 has no bound that is right for every model: a layout is as good as one device if it rounds no worse.
 
-Both are compared with one device in float64 that starts from the same rounded weights. A layout passes where its error
-in every quantity is at most twice that of one device in bfloat16, or below half a unit in the last place of a bfloat16
-number, which a scalar that comes out right by luck would else undercut.
+Both are compared with one device in float64 that starts from the same rounded weights. The error of a tensor is
+sqrt(sum (a - b)^2 / sum b^2), that of a quantity the mean over its tensors: the largest of thousands of roundings is
+luck, and differs twofold between two orders of the same sums. A layout passes where its error in every quantity is at
+most twice that of one device in bfloat16, or below half a unit in the last place of a bfloat16 number, which a scalar that
+comes out right by luck would else undercut. Faults are for float64 to find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +27,7 @@ from fivefold.engine.build import ValueSource, initial_value
 from fivefold.engine.size import check_size
 from fivefold.runtime.launch import run_ranks
 from fivefold.verify.communication import event_differences
-from fivefold.verify.compare import QUANTITIES, Errors, assemble, compare
+from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
 from fivefold.verify.observe import NOISE, Observation, observe
 from fivefold.verify.verify import KEPT_COPIES, SHRINK, STEPS, Verdict, limits_of
 from fivefold.verify.workload import common_plans
@@ -56,13 +61,13 @@ def verify_bfloat16(
     kept = assemble(alone).keys()  # float64 keeps the moments of more steps
     found = assemble(_run(exact, steps, seed, device, rounded(seed)))
     wholes = {key: whole for key, whole in found.items() if key in kept}
-    own, errors = compare(alone, wholes), compare(seen, wholes)
+    own, errors, missing = _errors(alone, wholes), _errors(seen, wholes), compare(seen, wholes).missing
     lines = event_differences(plan, seen)
-    bounds = {q: max(WORSE * own.of(q), HALF_UNIT) for q in QUANTITIES if q not in NOT_JUDGED}
-    worse = {q: (errors.of(q), own.of(q)) for q, bound in bounds.items() if not errors.of(q) <= bound}
+    bounds = {q: max(WORSE * own[q], HALF_UNIT) for q in QUANTITIES if q not in NOT_JUDGED}
+    worse = {q: (errors[q], own[q]) for q, bound in bounds.items() if not errors[q] <= bound}
     return Verdict(
-        passed=not worse and not lines and not errors.missing,
-        max_rel_err=max(errors.of(q) for q in QUANTITIES if q not in NOT_JUDGED),
+        passed=not worse and not lines and not missing,
+        max_rel_err=max(errors[q] for q in QUANTITIES if q not in NOT_JUDGED),
         layout=layout,
         against=Layout(),
         model=spec.name,
@@ -71,15 +76,15 @@ def verify_bfloat16(
         steps=steps,
         seq_len=plan.workload.seq_len,
         global_batch=plan.workload.global_batch,
-        quantities={q: errors.of(q) for q in QUANTITIES},
-        own_errors={q: own.of(q) for q in QUANTITIES},
+        quantities=errors,
+        own_errors=own,
         bounds=bounds,
-        absent=tuple(q for q in QUANTITIES if not errors.present(q)),
+        absent=tuple(q for q in QUANTITIES if not any(key[0] == q for key in wholes)),
         not_judged=NOT_JUDGED,
         limits=limits_of(plan, Layout(), steps),
         events_match=not lines,
         event_differences=tuple(lines),
-        cause=_cause(worse, errors, lines),
+        cause=_cause(worse, missing, lines),
     )
 
 
@@ -93,9 +98,30 @@ def rounded(seed: int) -> ValueSource:
     return values
 
 
-def _cause(worse: dict[str, tuple[float, float]], errors: Errors, lines: list[str]) -> str | None:
-    if errors.missing:
-        return f"no rank holds all of {errors.missing[0][1]} ({errors.missing[0][0]})"
+def _errors(seen: Sequence[Observation], wholes: Mapping[Key, Whole]) -> dict[str, float]:
+    """Quantity -> mean over its tensors of their relative 2-norm error, every replica counted; 0 without any."""
+    off: dict[Key, float] = {}
+    size: dict[Key, float] = {}
+    for observation in seen:
+        for piece in observation.pieces:
+            key = (piece.quantity, piece.name)
+            if key in wholes:
+                exact = wholes[key].values[piece.region]
+                off[key] = off.get(key, 0.0) + float(np.square(piece.values - exact).sum())
+                size[key] = size.get(key, 0.0) + float(np.square(exact).sum())
+    tensors: dict[str, list[float]] = {quantity: [] for quantity in QUANTITIES}
+    for (quantity, name), error in off.items():
+        if quantity in tensors and size[quantity, name] > 0:
+            tensors[quantity].append(math.sqrt(error / size[quantity, name]))
+    # What is not finite compares as worse than anything.
+    return {
+        q: math.inf if any(map(math.isnan, found)) else fmean(found or [0.0]) for q, found in tensors.items()
+    }
+
+
+def _cause(worse: dict[str, tuple[float, float]], missing: Sequence[Key], lines: Sequence[str]) -> str | None:
+    if missing:
+        return f"no rank holds all of {missing[0][1]} ({missing[0][0]})"
     if worse:
         parts = [
             f"{q}: error {error:.1e} against float64, one device's own is {own:.1e}"

@@ -3,8 +3,8 @@
 Both are compared with one device in float64 that starts from the same rounded weights. The error of a tensor is
 sqrt(sum (a - b)^2 / sum b^2), that of a quantity the mean over its tensors: the largest of thousands of roundings is
 luck, and differs twofold between two orders of the same sums. A layout passes where its error in every quantity is at
-most twice that of one device in bfloat16, or below half a unit in the last place of a bfloat16 number, which a scalar that
-comes out right by luck would else undercut. Faults are for float64 to find.
+most twice that of one device in bfloat16, or below half a unit in the last place of a bfloat16 number, which a scalar
+that comes out right by luck would else undercut. Faults are for float64 to find.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def uninterrupted(layout: str) -> tuple[list[Ran], Path]:
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        ("dp4 zero1", "dp1"), ("dp4 zero1", "dp2 zero3"), ("dp2 tp2 zero3", "dp2 tp2 pp2 zero1"),
+        ("dp4 zero1", "dp2 zero3"), ("dp2 tp2 zero3", "dp2 tp2 pp2 zero1"),
         *(pytest.param(a, b, marks=LONG) for a in SAVED_UNDER for b in (*RESUMED_UNDER, "tp4", "dp8 zero2")),
         pytest.param("dp1", "dp4 zero3/2", marks=LONG),
     ],

@@ -172,6 +172,7 @@ def test_a_rank_of_a_launched_job_that_is_killed(fivefold: CommandLine) -> None:
     assert fivefold.last_run()["status"] == "failed"
 
 
+@pytest.mark.exhaustive
 def test_a_launched_job_that_is_terminated(fivefold: CommandLine) -> None:
     """The launcher passes SIGTERM on; rank 0 waits for its peer in a collective, and still ends the record."""
     script = fivefold.folder / "job.py"

@@ -171,7 +171,9 @@ def bubbles(on_mesh: Callable[..., Any], p: int, m: int, unit_s: float) -> dict[
     return result
 
 
-@pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "p", [pytest.param(2, marks=pytest.mark.exhaustive), 4, pytest.param(8, marks=pytest.mark.exhaustive)]
+)
 def test_as_idle_as_simulated(on_mesh: Callable[..., Any], p: int) -> None:
     """Within 4 points of the timeline of the same list; zero bubble below 1F1B.
 

@@ -77,7 +77,7 @@ def test_a_model_whose_heads_share_a_3() -> None:
 
 
 def test_two_layouts_against_each_other() -> None:
-    verdict = verify(HARD, Layout.parse("tp2 pp2"), Layout.parse("dp2 tp4"), device="cpu", steps=2)
+    verdict = verify(HARD, Layout.parse("tp2 pp2"), Layout.parse("dp2 tp2"), device="cpu", steps=2)
     assert verdict.passed
     assert verdict.max_rel_err > 0.0  # they really differ in the order of their sums
 

@@ -2,15 +2,16 @@
 
 It trains our decoder, so that only the machinery differs. Shims, all that it takes beyond what its manual says:
 
-- `DS_ACCELERATOR=cpu`, and installed with `DS_BUILD_OPS=0`: no operator of its own is compiled. Its optimizer is torch's
-  fused AdamW, handed over; collectives are torch's on gloo. One operator it would compile all the same when it starts,
+- `DS_ACCELERATOR=cpu`, and installed with `DS_BUILD_OPS=0`: it compiles no operator of its own. Its optimizer is the
+  fused AdamW of torch, collectives are those of gloo. One operator it would compile all the same as it starts,
   which only `inference_all_reduce` uses: it is told that this machine cannot (`__compatible_ops__`).
 - It joins the process group that is there rather than making one.
 - It averages gradients over data ranks (not over those of Ulysses) and microbatches, ours are sums over valid tokens:
   each microbatch's loss is multiplied by data ranks x microbatches and divided by the global count of valid tokens.
 - Attention cores are wrapped for `DistributedAttention`, which wants [B, S, N, H] and we [B, N, S, H]: two views.
-- The pipeline's layers hold their rotary angles, made once: its stages pass on nothing but hidden states. Its parameters
-  are marked `model_parallel`: without that it clips every stage by the gradient norm of the first one alone.
+- The pipeline's layers hold their rotary angles, made once: its stages pass on nothing but hidden states.
+- The pipeline's parameters are marked `model_parallel`: without that it clips every stage by the gradient norm of the
+  first one alone.
 """
 
 from __future__ import annotations
@@ -149,7 +150,9 @@ class Turned(nn.Module):
 def pipeline(job: Job) -> Step:
     """`PipelineModule` with the same cut as ours: embedding and half of the layers, the others with norm and head."""
     model = whole_model(job)
-    assert model.embedding is not None and model.norm is not None and model.head is not None
+    assert model.embedding is not None
+    assert model.norm is not None
+    assert model.head is not None
     rope = model.rope(job.positions, torch.float32)
     layers = [Turned(layer, rope) for layer in model.layers.values()]
 

@@ -6,8 +6,8 @@ Forward and backward through the layers of one model, strictly in turn in the sa
 gloo group, from the same weights and input; output and every gradient must agree, or nothing is reported. CPU-seconds
 of both processes, threads that communicate included, per layer and rank. Both are made anew for each round.
 
-nosp   torch: `ColwiseParallel` and `RowwiseParallel`, as they come, or with the common input of q/k/v and of gate/up made
-       a DTensor once (`PrepareModuleInput`), which sums their input gradients before one all-reduce, as we do
+nosp   torch: `ColwiseParallel` and `RowwiseParallel`, as they come, or with the common input of q/k/v and of gate/up
+       made a DTensor once (`PrepareModuleInput`), which sums their input gradients before one all-reduce, as we do
 sp     torch: as its tutorial has it: `SequenceParallel` norms, `PrepareModuleInput` from shards of the sequence,
        `RowwiseParallel(output_layouts=Shard(1))`; ours includes the sum of the norms' gradients over the ranks
 
@@ -196,12 +196,7 @@ def torchs(case: Case, mode: str, variant: str, rank: Rank) -> tuple[Pass, Gradi
     model = nn.ModuleDict(
         {str(i): PlainLayer(case, plan_of(case).model.norm_eps) for i in range(case.layers)}
     )
-    names = {
-        f"layers.{name.replace('.q.', '.qkv.q.').replace('.k.', '.qkv.k.').replace('.v.', '.qkv.v.')}".replace(
-            ".gate.", ".inputs.gate."
-        ).replace(".up.", ".inputs.up."): name
-        for name, _ in model.named_parameters()
-    }
+    names = {our_name(name): name for name, _ in model.named_parameters()}
     weights = whole_weights(case, rank)
     model.load_state_dict({name: weights[our] for our, name in names.items()})
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -227,6 +222,13 @@ def torchs(case: Case, mode: str, variant: str, rank: Rank) -> tuple[Pass, Gradi
         return found
 
     return take, gradients
+
+
+def our_name(name: str) -> str:
+    """Our name of a parameter of torch's model: q, k, v, gate and up have a parent of their own."""
+    layer, block, part, *rest = name.split(".")
+    parent = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "inputs", "up": "inputs"}.get(part)
+    return ".".join(["layers", layer, block, *([parent] if parent else []), part, *rest])
 
 
 def agree(what: str, mine: Tensor, other: Tensor) -> None:

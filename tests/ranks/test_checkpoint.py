@@ -46,7 +46,8 @@ def uninterrupted(name: str) -> tuple[list[Ran], Path]:
         *(
             pytest.param(name, layout, marks=LONG)
             for name, layout in [
-                ("untied-momentum", "pp4"), ("untied-momentum", "dp1"), ("untied-momentum", "dp4"), ("untied-momentum", "tp4"),
+                ("untied-momentum", "pp4"), ("untied-momentum", "dp1"), ("untied-momentum", "dp4"),
+                ("untied-momentum", "tp4"),
                 ("untied-momentum", "dp8"), ("untied-momentum", "tp2 pp2:gpipe"), ("tied-adamw", "dp2 tp4"),
                 ("tied-adamw", "pp3"),
             ]

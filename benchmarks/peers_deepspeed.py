@@ -130,7 +130,8 @@ def ulysses(job: Job) -> Step:
     parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=job.plan.layout.cp)
     model = whole_model(job)
     for layer in model.layers.values():
-        layer.attention.core = Ulysses(layer.attention.core)
+        attention = layer.get_submodule("attention")
+        attention.core = Ulysses(attention.get_submodule("core"))
     engine = make_engine(job, Trained(model, job.positions), {"stage": 0}, mpu=parallel_state_sp)
     return loop(job, engine, MICROBATCHES)
 
@@ -169,7 +170,7 @@ def pipeline(job: Job) -> Step:
         partition_method="uniform",
     )
     for parameter in module.parameters():
-        parameter.model_parallel = True  # type: ignore[attr-defined]
+        parameter.model_parallel = True
     engine = make_engine(job, module, {"stage": 0})
     batches, mask = job.batches, job.batches.labels != -100
 

@@ -121,9 +121,8 @@ class PlainLayer(nn.Module):
 
 def tensor_plan(variant: str) -> dict[str, ParallelStyle]:
     """`parallelize_module`'s plan of one layer."""
-    plan: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")} | {
-        f"mlp.{name}": ColwiseParallel() for name in ("gate", "up")
-    }
+    columns = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     rows = ("attention.output", "mlp.down")
     if variant != "tutorial":
         plan |= {name: RowwiseParallel() for name in rows}
@@ -175,7 +174,7 @@ def ours(case: Case, mode: str, rank: Rank) -> tuple[Pass, Gradients]:
         out = x_BSD.requires_grad_()
         for layer in layers:
             out = layer(out, rope, None)
-        out.backward(grad)
+        torch.autograd.backward(out, grad)
         sum_gradients([(row, p.grad) for row, p in held if p.grad is not None], mesh)
         assert x_BSD.grad is not None
         return out.detach(), x_BSD.grad
@@ -208,7 +207,7 @@ def torchs(case: Case, mode: str, variant: str, rank: Rank) -> tuple[Pass, Gradi
         out = x_BSD.requires_grad_()
         for layer in model.values():
             out = layer(out, cos, sin)
-        out.backward(grad)
+        torch.autograd.backward(out, grad)
         assert x_BSD.grad is not None
         return out.detach(), x_BSD.grad
 
@@ -295,7 +294,7 @@ def compare(case: Case, mode: str, variant: str, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=200, help="pairs of passes for each comparison")
     parser.add_argument("--hidden", type=int, action="append", help="only this size (may be repeated)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KILO, MEGA, GIGA, TERA = 1e3, 1e6, 1e9, 1e12
+MICRO, MILLI, KILO, MEGA, GIGA, TERA = 1e-6, 1e-3, 1e3, 1e6, 1e9, 1e12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
+from fivefold.catalog.files import read
 from fivefold.core.model_spec import BlockSpec, ModelSpec
 from fivefold.core.value import Value
 from fivefold.errors import ModelError, nearest
@@ -66,8 +64,6 @@ def resolve(text: str) -> ModelSpec:
     )
 
 
-@cache
 def _entries() -> dict[str, dict[str, Any]]:
-    text = resources.files("fivefold.catalog").joinpath("models.yaml").read_text(encoding="utf-8")
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    entries: dict[str, dict[str, Any]] = read("models.yaml")
     return entries

@@ -1,32 +1,46 @@
 """The machines a job runs on: a list of node kinds, so that mixed hardware can be written down.
 
-Text form: `4x8 A100-80GB` (4 nodes of 8 devices), `8 H100` (one node), `2x8 H100 + 4x8 A100-80GB`, `cpu`.
-The file form (YAML) adds what a datasheet does not know:
+Text form: `4x8 A100-80GB` (4 nodes of 8 devices), `8 H100` (one node), `32xA100-80GB` (32 devices in their usual
+nodes), `2x8 H100 + 4x8 A100-80GB`, `cpu`; the network of a part after a comma: `4 nodes x 8 H100, 400 Gb/s` (each
+device's own), `800 Gb/s per node`, `4x200 Gb/s` (4 adapters in a node), or its name: `ib-ndr`.
+The file form (YAML) adds what a datasheet does not know, and devices that no catalog has:
 
     nodes:
-      - {count: 4, devices_per_node: 8, device: A100-80GB, inter_node_bytes_per_s: 25.0e9}
+      - {count: 4, devices_per_node: 8, device: A100-80GB, network_gbit_s: 200}
+      - {count: 1, devices_per_node: 8, device: Mine, memory_gib: 64, memory_gb_s: 1600, link_gb_s: 200,
+         peak_tflops: {bfloat16: 300, float8: 600}}
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, model_validator
 
+from fivefold.core.cluster_text import CPU, read_text
 from fivefold.core.value import Value
 from fivefold.errors import ClusterError, ConfigError
-from fivefold.units import KIB, format_bytes
+from fivefold.units import GIB, GIGA, KIB, MICRO, TERA, format_bytes
 
-CPU = "cpu"
-_FORM = "write 4x8 A100-80GB (nodes x devices, then the device), 8 H100, cpu, or a .yaml file"
-_PART = re.compile(
-    r"(?:(?:([0-9]{1,7})\s*x\s*)?([0-9]{1,7})\s+)?([A-Za-z][A-Za-z0-9._-]*(?: [A-Za-z0-9._-]+)*)"
-)
+Precision = Literal["float32", "tfloat32", "float16", "bfloat16", "float8", "float4"]
+
 _MAX_FILE_BYTES = 64 * KIB
 _MAX_DEPTH = 10
+
+_FRIENDLY: dict[str, tuple[str, float]] = {
+    "memory_gib": ("memory_bytes", GIB),
+    "memory_gb_s": ("memory_bytes_per_s", GIGA),
+    "link_gb_s": ("intra_node_bytes_per_s", GIGA),
+    "host_gb_s": ("host_bytes_per_s", GIGA),
+    "network_gbit_s": ("inter_node_bytes_per_s", GIGA / 8),
+    "link_latency_us": ("intra_node_latency_s", MICRO),
+    "network_latency_us": ("inter_node_latency_s", MICRO),
+    "peak_tflops": ("peak_flops_per_s", TERA),
+}
+"""Keys that a file may use in place of the fields, in the units of datasheets."""
 
 
 class NodeKind(Value):
@@ -34,26 +48,69 @@ class NodeKind(Value):
 
     count: int = Field(default=1, gt=0)
     devices_per_node: int = Field(default=1, gt=0)
+    """Devices that reach each other through the device link."""
     device: str = Field(min_length=1, max_length=100)
     memory_bytes: int | None = Field(default=None, gt=0)
     """Memory of one device."""
+    memory_bytes_per_s: float | None = Field(default=None, gt=0)
+    peak_flops_per_s: Mapping[Precision, float] | None = None
+    """Dense matrix products by format."""
+    host_bytes_per_s: float | None = Field(default=None, gt=0)
+    """One device to its host, one direction."""
     intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
     """One device to its peers inside the node, one direction."""
     inter_node_bytes_per_s: float | None = Field(default=None, gt=0)
     """One device's share of the network between nodes, one direction."""
     intra_node_latency_s: float | None = Field(default=None, ge=0)
     inter_node_latency_s: float | None = Field(default=None, ge=0)
+    network: str | None = Field(default=None, max_length=100)
+    """A network of the catalog, for what of it is not given."""
+    price_per_hour: float | None = Field(default=None, gt=0)
+    """Of one device, in any currency."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _friendly_units(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for key, (field, unit) in _FRIENDLY.items():
+            if key not in data:
+                continue
+            if field in data:
+                raise ValueError(f"{key} and {field} are the same figure; give one of them")
+            data[field] = _scaled(data.pop(key), unit, key)
+        return data
+
+    @model_validator(mode="after")
+    def _positive_peaks(self) -> Self:
+        for precision, figure in (self.peak_flops_per_s or {}).items():
+            if not 0 < figure < float("inf"):
+                raise ValueError(f"the peak of {precision} must be a positive number, got {figure}")
+        return self
 
     @property
     def devices(self) -> int:
         return self.count * self.devices_per_node
 
     def __str__(self) -> str:
-        if self.count > 1:
-            return f"{self.count}x{self.devices_per_node} {self.device}"
-        if self.device == CPU and self.devices_per_node == 1:
+        if self.device == CPU and self.devices == 1:
             return CPU
-        return f"{self.devices_per_node} {self.device}"
+        nodes = f"{self.count}x" if self.count > 1 else ""
+        network = ""
+        if self.network is not None:
+            network = f", {self.network}"
+        elif self.inter_node_bytes_per_s is not None:
+            network = f", {self.inter_node_bytes_per_s * 8 / GIGA:.12g} Gb/s"
+        return f"{nodes}{self.devices_per_node} {self.device}{network}"
+
+
+def _scaled(value: Any, unit: float, key: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _scaled(figure, unit, f"{key}.{name}") for name, figure in value.items()}
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key} must be a number, got {str(value)[:60]!r}")
+    return value * unit
 
 
 class Cluster(Value):
@@ -66,7 +123,7 @@ class Cluster(Value):
         """Read the text form, or the YAML file at this path. Raises ClusterError."""
         if text.endswith((".yaml", ".yml", ".json")):
             return cls._checked(_read_yaml(Path(text)), text)
-        return cls._checked(_read_text(text), "cluster")
+        return cls._checked(read_text(text), "cluster")
 
     @classmethod
     def _checked(cls, data: Any, where: str) -> Self:
@@ -78,7 +135,7 @@ class Cluster(Value):
     @model_validator(mode="before")
     @classmethod
     def _accept_text(cls, data: Any) -> Any:
-        return _read_text(data) if isinstance(data, str) else data
+        return read_text(data) if isinstance(data, str) else data
 
     @property
     def devices(self) -> int:
@@ -88,7 +145,7 @@ class Cluster(Value):
     @property
     def homogeneous(self) -> bool:
         """Whether all nodes are alike."""
-        return len({kind.replace(count=1) for kind in self.nodes}) == 1
+        return all(kind.replace(count=1) == self.nodes[0].replace(count=1) for kind in self.nodes)
 
     @property
     def devices_per_node(self) -> int:
@@ -105,31 +162,6 @@ class Cluster(Value):
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.nodes))
-
-
-def _read_text(text: str) -> dict[str, Any]:
-    if len(text) > 1000:
-        raise ClusterError(f"cluster text has {len(text)} characters; at most 1000 are read")
-    nodes = []
-    for part in text.split("+"):
-        match = _PART.fullmatch(part.strip())
-        if match is None:
-            raise ClusterError(f"cannot read cluster {part.strip()[:60]!r}; {_FORM}")
-        count, devices, device = match.groups()
-        if devices is None and device.lower() != CPU:
-            raise ClusterError(
-                f"cluster {device!r} has no number of devices; nearest: '8 {device}' (one node of 8)"
-            )
-        if 0 in (int(count or 1), int(devices or 1)):
-            raise ClusterError(f"cluster {part.strip()!r}: nodes and devices must be at least 1")
-        nodes.append(
-            {
-                "count": int(count or 1),
-                "devices_per_node": int(devices or 1),
-                "device": CPU if device.lower() == CPU else device,
-            }
-        )
-    return {"nodes": nodes}
 
 
 def _read_yaml(path: Path) -> Any:

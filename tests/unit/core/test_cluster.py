@@ -55,7 +55,7 @@ def test_file(tmp_path: Path) -> None:
         "nodes:\n  - {count: 2, devices_per_node: 8, device: H100, inter_node_bytes_per_s: 25.0e+9}\n"
     )
     cluster = Cluster.parse(str(path))
-    assert str(cluster) == "2x8 H100"
+    assert str(cluster) == "2x8 H100, 200 Gb/s"
     assert cluster.nodes[0].inter_node_bytes_per_s == 25e9
     assert cluster.nodes[0].memory_bytes is None
 
@@ -117,17 +117,9 @@ def test_catalog_figures_by_hand() -> None:
 def test_catalog_is_complete_and_sourced() -> None:
     names = {device.name for device in devices()}
     assert names >= {
-        "V100",
-        "A100-40GB",
-        "A100-80GB",
-        "H100",
-        "H200",
-        "B200",
-        "L40S",
-        "MI300X",
-        "RTX 4090",
-        "cpu",
-    }
+        "V100", "A100-40GB", "A100-80GB", "A800", "H100", "H800", "H20", "H200", "B200", "B300", "GB200", "GB300",
+        "L40S", "RTX 3090", "RTX 4090", "MI250X", "MI300X", "MI325X", "MI355X", "Ascend 910B", "cpu",
+    }  # fmt: skip
     assert len(names) == len(devices())
     for device in devices():
         assert len(device.source) > 20

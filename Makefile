@@ -21,7 +21,7 @@ help:
 	@echo "               (options of 'fivefold lab' go in ARGS: make lab ARGS='--max-ranks 4')"
 	@echo "make test      the tests, cheapest first (options of pytest go in ARGS: make test ARGS='-k layout';"
 	@echo "               a part of them: make test TESTS=tests/unit/core)"
-	@echo "make test-all  the same with the whole matrix of layouts and models"
+	@echo "make test-all  the same with the whole matrix of layouts and models; run again, it goes on where it was stopped"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff format the code and fix what it can"
 	@echo "make clean     remove the environment and caches; records and reports stay"
@@ -33,7 +33,7 @@ test: $(DEV)
 	$(RUN_TESTS) $(TESTS) $(ARGS)
 
 test-all: $(DEV)
-	$(RUN_TESTS) $(TESTS) --exhaustive $(ARGS)
+	$(RUN_TESTS) $(TESTS) --exhaustive --resume $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -45,7 +45,7 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .test_resume .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_MADE):

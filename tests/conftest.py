@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.resume import resume
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 
 
@@ -18,6 +20,14 @@ settings.load_profile("shared-machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run the whole matrix (make test-all)")
+    parser.addoption(
+        "--resume", action="store_true", help="leave out what has passed before with this very code"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--resume"):
+        config.pluginmanager.register(resume())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

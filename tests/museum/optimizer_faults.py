@@ -15,7 +15,7 @@ from .exhibit import HARD, Patch, exhibit
 def norm_over(*axes: str):
     """`global_norm` that sums the squares over these axes only."""
 
-    def norm(gradients, mesh):
+    def norm(gradients, mesh, experts=False):
         counted = [gradient for row, gradient in gradients if row.counts_once_here(mesh.coordinate)]
         squared = torch.zeros((), dtype=torch.float64)
         if counted:

@@ -134,7 +134,7 @@ def test_a_large_model_can_be_shrunk(fivefold: CommandLine) -> None:
         (["--layout", "tp3"], ["tp3", "heads = 4", "nearest legal tp: 2 or 4"]),
         (["--layout", "dp2", "--against", "pp3"], ["pp3 has 3 pipeline stages", "2 layers"]),
         (["--layout", "tp2 tp2"], ["tp is given twice"]),
-        (["--layout", "dp2 ep2"], ["ep2 etp1 cannot be run yet"]),
+        (["--layout", "dp2 ep2"], ["has no experts, which ep2 etp1 would cut"]),
     ],
 )
 def test_a_mistake_is_one_line(fivefold: CommandLine, arguments: list[str], words: list[str]) -> None:

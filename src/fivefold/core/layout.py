@@ -39,12 +39,15 @@ __all__ = [
     "V_SCHEDULES",
     "Axis",
     "CPMethod",
+    "ExpertAxis",
     "Layout",
     "MeshAxis",
     "Schedule",
 ]
 
 Axis = Literal["dp", "cp", "tp", "pp", "ep", "etp", "edp", "data", "tie", "world"]
+ExpertAxis = Literal["etp", "ep", "edp"]
+"""How the ranks of a stage are cut for experts."""
 CPMethod = Literal["gather", "ring", "ulysses", "ring_ulysses"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 _EXPERT_AXES = ("edp", "ep", "etp")
@@ -157,6 +160,21 @@ class Layout(Value):
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
+    def expert_shards(self) -> int:
+        """Into how many parts ZeRO cuts what edp ranks would hold alike: the edp ranks inside a sharding group.
+
+        1 at zero0; 0 where the groups do not hold whole runs of edp ranks, which a rule of experts refuses.
+        """
+        if not self.zero or self.zero_group is None:
+            return self.edp if self.zero else 1
+        ranks = self.zero_group * self.tp  # consecutive in the stage, if the data axes inside tp fill a group
+        inside = self.order[: self.order.index("tp")] if self.tp > 1 else ()
+        run, block = prod(self.degree(axis) for axis in inside if axis != "pp"), self.ep * self.etp
+        if self.zero_group % run or (ranks % block and block % ranks):
+            return 0
+        return max(1, ranks // block)
+
+    @property
     def stages(self) -> int:
         """Virtual stages: pp * chunks."""
         return self.pp * self.chunks
@@ -206,16 +224,21 @@ class Layout(Value):
                 index, stride = index + coordinate[axis] * stride, stride * self.degree(axis)
         return index
 
-    def expert_coordinate(self, rank: int) -> dict[Literal["etp", "ep", "edp", "pp"], int]:
+    def expert_place(self, coordinate: Mapping[MeshAxis, int]) -> dict[ExpertAxis, int]:
+        """The place of a coordinate on the expert mesh of its stage, fastest axis first."""
+        index, stride = 0, 1
+        for axis in self.order:
+            if axis != "pp":
+                index, stride = index + coordinate[axis] * stride, stride * self.degree(axis)
+        rest, etp = divmod(index, self.etp)
+        edp, ep = divmod(rest, self.ep)
+        return {"etp": etp, "ep": ep, "edp": edp}
+
+    def expert_coordinate(self, rank: int) -> dict[ExpertAxis | Literal["pp"], int]:
         """Position of a rank on the expert mesh, fastest axis first."""
-        pp = self.coordinate(rank)["pp"]
-        index = self.stage_ranks(pp).index(rank)
-        return {
-            "etp": index % self.etp,
-            "ep": index // self.etp % self.ep,
-            "edp": index // (self.etp * self.ep),
-            "pp": pp,
-        }
+        coordinate = self.coordinate(rank)
+        place = self.expert_place(coordinate)
+        return {"etp": place["etp"], "ep": place["ep"], "edp": place["edp"], "pp": coordinate["pp"]}
 
     def stage_ranks(self, pp: int) -> tuple[int, ...]:
         """The dp*cp*tp ranks of one pipeline coordinate, ascending."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
-from fivefold.core.layout import Axis, Layout, MeshAxis
+from fivefold.core.layout import Axis, ExpertAxis, Layout, MeshAxis
 from fivefold.core.model_spec import BlockSpec, ModelSpec, plain_parts, require_plain_decoder
 
 Role = Literal[
@@ -46,8 +46,9 @@ class ParameterRow:
     stage: int = 0
     """Virtual stage that owns it."""
     mesh: Literal["dense", "expert"] = "dense"
-    placement: Mapping[MeshAxis | Literal["data"], Shard] = field(default_factory=dict)
-    """Axis -> how it is cut along that axis; an axis that is absent holds replicas. `data` cuts what others leave."""
+    placement: Mapping[MeshAxis | ExpertAxis | Literal["data"], Shard] = field(default_factory=dict)
+    """Axis -> how it is cut along that axis; an axis that is absent holds replicas. `data` cuts what others leave, over
+    `data_axis`."""
     zero: Shard | None = None
     """How ZeRO cuts its gradient and its optimizer state over data ranks, see `held`; None: every data rank has all."""
     sums: Mapping[Axis, int | None] = field(default_factory=dict)
@@ -68,6 +69,15 @@ class ParameterRow:
         )
 
     @property
+    def data_axis(self) -> Literal["data", "edp"]:
+        """The ranks that hold the same part of it and see different tokens."""
+        return "data" if self.mesh == "dense" else "edp"
+
+    def data_shards(self, layout: Layout) -> int:
+        """Into how many parts ZeRO cuts what the ranks of `data_axis` would hold alike; 1: it does not."""
+        return layout.data_shards if self.mesh == "dense" else layout.expert_shards
+
+    @property
     def held(self) -> ParameterRow:
         """The row of what one data rank keeps of it between steps: the parameter itself, unless ZeRO cuts it."""
         if self.zero is None:
@@ -84,18 +94,19 @@ class ParameterRow:
 
     def region(self, layout: Layout, coordinate: Mapping[MeshAxis, int]) -> tuple[slice, ...]:
         """The global region that a rank holds, per dim, without padding (it can be empty)."""
+        at = coordinate if self.mesh == "dense" else layout.expert_place(coordinate)
         region = [slice(0, size) for size in self.shape]
         for axis, shard in self.placement.items():
             if axis == "data":
                 continue
             block = self._block_size(layout, axis, shard)
-            start = coordinate[axis] // shard.replicas * block
+            start = at[axis] // shard.replicas * block  # type: ignore[index]
             size = self.shape[shard.dim]
             region[shard.dim] = slice(min(start, size), min(start + block, size))
         if "data" in self.placement:
             dim = self.placement["data"].dim
             part, block = region[dim], self.local_shape(layout)[dim]
-            start = part.start + layout.data_index(coordinate) % layout.data_shards * block
+            start = part.start + self._data_index(layout, coordinate) % self.data_shards(layout) * block
             region[dim] = slice(min(start, part.stop), min(start + block, part.stop))
         return tuple(region)
 
@@ -107,7 +118,7 @@ class ParameterRow:
                 shape[shard.dim] = self._block_size(layout, axis, shard)
         if "data" in self.placement:
             dim = self.placement["data"].dim
-            shape[dim] = -(-shape[dim] // layout.data_shards)
+            shape[dim] = -(-shape[dim] // self.data_shards(layout))
         return tuple(shape)
 
     def local_elements(self, layout: Layout) -> int:
@@ -122,10 +133,17 @@ class ParameterRow:
 
     def written_here(self, layout: Layout, coordinate: Mapping[MeshAxis, int]) -> bool:
         """Whether this rank's part enters a checkpoint, so that each element is written by one rank of all."""
-        parts = layout.data_shards if "data" in self.placement else 1
-        return layout.data_index(coordinate) < parts and self.counts_once_here(coordinate)
+        parts = self.data_shards(layout) if "data" in self.placement else 1
+        once = self.mesh == "expert" or self.counts_once_here(coordinate)
+        return self._data_index(layout, coordinate) < parts and once
 
-    def _block_size(self, layout: Layout, axis: MeshAxis, shard: Shard) -> int:
+    def _data_index(self, layout: Layout, coordinate: Mapping[MeshAxis, int]) -> int:
+        """The place of a coordinate on `data_axis`."""
+        if self.mesh == "dense":
+            return layout.data_index(coordinate)
+        return layout.expert_place(coordinate)["edp"]
+
+    def _block_size(self, layout: Layout, axis: MeshAxis | ExpertAxis, shard: Shard) -> int:
         blocks = layout.degree(axis) // shard.replicas
         return -(-self.shape[shard.dim] // blocks)
 

@@ -5,7 +5,7 @@
 3  sum gradients over data ranks, in buckets, overlapped      (reduce: data; zero3 gathers in 2)
    complete those of which each tp rank holds a part          (reduce: tp)
    add those of the two copies of a tied embedding            (reduce: tie)
-4  one global norm                                            (norm: data where ZeRO shards, tp, pp)
+4  one global norm                                            (norm: data where ZeRO shards, tp, pp; or world)
 5  agree on the loss                                          (metrics: data, pp)
 6  clip and update what is held here, if both are finite      (optimizer: data where ZeRO-1 or 2 gathers)
 """
@@ -31,6 +31,7 @@ from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
 from fivefold.strategies.context import apply as context
 from fivefold.strategies.data.apply import data_parallel
+from fivefold.strategies.expert import rules as expert
 from fivefold.strategies.pipeline.apply import Microbatch, Pipeline, Trace
 from fivefold.strategies.pipeline.schedules import all_actions
 from fivefold.strategies.tensor import apply as tensor
@@ -101,6 +102,7 @@ class Engine:
         first, last = 0, plan.layout.stages - 1
         self._tied = plan.model.tied_embeddings and plan.layout.pp > 1 and {first, last} <= self.chunks.keys()
         self._complete: set[int] = set()
+        self._experts = bool(expert.routed_layers(plan.model))
         self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
         """Called with the complete gradients, before clipping: where verification looks."""
 
@@ -116,7 +118,7 @@ class Engine:
         gradients = self._complete_gradients()
         if self.after_backward is not None:
             self.after_backward(gradients)
-        norm = global_norm(gradients, mesh)
+        norm = global_norm(gradients, mesh, experts=self._experts)
         total = self._agree_on_loss(loss)
         mesh.phase = "optimizer"
         norm_value, loss_value = float(norm), float(total / valid)
@@ -205,8 +207,17 @@ class Engine:
         self.mesh.axis("data", layout.data_shards)
         self.mesh.axis("data", layout.data_shards, across=True)
         context.axes(self.mesh)
+        if any(row.mesh == "expert" for row in table):
+            self._make_expert_axes()
         if any("tie" in row.sums for row in table):
             self.mesh.axis("tie")
+
+    def _make_expert_axes(self) -> None:
+        shards = self.plan.layout.expert_shards
+        for axis in ("ep", "etp", "edp", "world"):
+            self.mesh.axis(axis)
+        self.mesh.axis("edp", shards)
+        self.mesh.axis("edp", shards, across=True)
 
 
 def _valid_tokens(batches: list[Microbatch]) -> Tensor:

@@ -44,19 +44,28 @@ def _is_vector(row: ParameterRow) -> bool:
     return row.is_bias or row.role in ("norm", "head_norm")
 
 
-def global_norm(gradients: list[tuple[ParameterRow, Tensor]], mesh: Mesh) -> Tensor:
+def global_norm(gradients: list[tuple[ParameterRow, Tensor]], mesh: Mesh, *, experts: bool = False) -> Tensor:
     """The 2-norm of all gradients of the model, each parameter counted once; float64 scalar, equal on all ranks.
 
     Replicas over tp count on one rank, shards on each; the second copy of a tied embedding does not count. Data ranks
     hold the same gradients, or ZeRO's shards of them, which all count.
-    Comm: an all-reduce of one number over the ranks of a sharding group, over tp, then over pp (phase norm).
+    With `experts` in the model, which are cut otherwise, each element counts on the one rank that would write it down.
+    Comm: an all-reduce of one number over the ranks of a sharding group, over tp, then over pp; with experts over all
+          ranks (phase norm).
     """
-    counted = [gradient for row, gradient in gradients if row.counts_once_here(mesh.coordinate)]
+    layout, at = mesh.layout, mesh.coordinate
+    counted = [
+        gradient
+        for row, gradient in gradients
+        if (row.written_here(layout, at) if experts else row.counts_once_here(at))
+    ]
     squared = torch.zeros((), dtype=torch.float64, device=mesh.device.device)
     if counted:
         squared += torch.nn.utils.get_total_norm(counted).double() ** 2
     mesh.phase = "norm"
-    mesh.axis("data", mesh.layout.data_shards).all_reduce(squared)
+    if experts:
+        return mesh.axis("world").all_reduce(squared).sqrt()
+    mesh.axis("data", layout.data_shards).all_reduce(squared)
     mesh.axis("tp").all_reduce(squared)
     mesh.axis("pp").all_reduce(squared)
     return squared.sqrt()

@@ -5,6 +5,7 @@
     reduce_scatter     all_gather
     all_reduce         identity          (each rank's output feeds the same computation)
     all_to_all         all_to_all        (the other way round)
+    exchange           exchange          (rows go back to where they came from)
     broadcast_input    all_reduce        (identity forward: the same input feeds every rank's part)
 
 At degree 1 each returns its input and adds nothing to the graph.
@@ -12,6 +13,7 @@ At degree 1 each returns its input and adds nothing to the graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +40,11 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all(x: Tensor, axis: Axis, cut: int, join: int) -> Tensor:
     """Part i along `cut` to member i, joined along `join`. Comm: all-to-all of x. Backward: the reverse, same bytes."""
     return x if axis.degree == 1 else _AllToAll.apply(x, axis, cut, join)
+
+
+def exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    """`sends[i]` rows of x to member i, `receives[i]` from it. Comm: all-to-all. Backward: the reverse, same bytes."""
+    return x if axis.degree == 1 else _Exchange.apply(x, axis, sends, receives)
 
 
 def broadcast_input(x: Tensor, axis: Axis) -> Tensor:
@@ -86,6 +93,17 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.all_to_all(grad, ctx.join, ctx.cut), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
+        return axis.exchange(x, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.exchange(grad, ctx.receives, ctx.sends), None, None, None
 
 
 class _BroadcastInput(torch.autograd.Function):

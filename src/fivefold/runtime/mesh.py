@@ -6,6 +6,7 @@ collective, no copy. All of them are plain functions of tensors; `collectives.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -87,6 +88,20 @@ class Axis:
         dist.all_to_all_single(out, parts, group=self.group)
         self.clock.stop(self.name, started)
         return out.movedim(0, join).flatten(join, join + 1)
+
+    def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Give each member its rows of `x`, `sends[i]` of them to member i; returns `receives[i]` rows from each i.
+
+        Comm: one all-to-all; larger buffer: of the rows that go and those that come. Nothing is padded.
+        """
+        return x if self.group is None else self.exchange_start(x, sends, receives).wait()
+
+    def exchange_start(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Handle:
+        """Begin `exchange`; `wait` returns the rows that came, in axis order."""
+        x = x.contiguous()
+        out = x.new_empty(sum(receives), *x.shape[1:])
+        work = dist.all_to_all_single(out, x, list(receives), list(sends), group=self._active, async_op=True)
+        return Handle(self, out, work, keep=x)
 
     def pass_on_start(self, x: Tensor) -> Handle:
         """Begin to send `x` to the next member of the ring; `wait` returns what the one before sent.

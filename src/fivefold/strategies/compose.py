@@ -1,7 +1,7 @@
 """The order in which the strategies act, torch-free: legality, the parameter table, the predicted communication.
 
-check            data, pipeline, tensor, context, in this order: the first rule that is broken is the one that is told
-parameter_table  one device -> pipeline (stage, ties) -> tensor (cut, sums) -> data (sums, ZeRO's cut)
+check            data, pipeline, tensor, context, expert: in this order, the first broken rule is the one that is told
+parameter_table  one device -> pipeline (stage, ties) -> tensor (cut, sums) -> expert (cut) -> data (sums, ZeRO's cut)
 predict_events   what one rank dispatches in one training step; equal to the ledger of a run
 """
 
@@ -18,6 +18,7 @@ from fivefold.core.sharding import ParameterRow, parameters
 from fivefold.errors import LayoutError
 from fivefold.strategies.context import rules as context
 from fivefold.strategies.data import rules as data
+from fivefold.strategies.expert import rules as expert
 from fivefold.strategies.pipeline import rules as pipeline
 from fivefold.strategies.pipeline.actions import COMPUTATIONS
 from fivefold.strategies.pipeline.placement import stage_layers
@@ -38,17 +39,19 @@ def check(plan: Plan) -> None:
     pipeline.check(spec, layout, plan.workload.seq_len)
     tensor.check(spec, layout, plan.workload.seq_len)
     context.check(spec, layout, plan.workload.seq_len)
+    expert.check(spec, layout)
     count = microbatches(plan.workload, layout, plan.execution)
     pipeline.check_schedule(layout, count, plan.execution.actions)
     if layout.zero >= 2 and layout.pp > 1:
         lists = computations(layout, count, plan.execution.actions)
-        data.check_schedule(layout, {action.kind for actions in lists for action in actions})
+        kinds = {action.kind for actions in lists for action in actions}
+        data.check_schedule(layout, kinds, experts=bool(expert.routed_layers(spec)))
 
 
 def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:
     """All parameters of the model under this layout, one row for each copy that a stage owns."""
     rows = pipeline.place(parameters(spec), spec, layout, seq_len)
-    return tuple(data.place(tensor.place(row, spec, layout), layout) for row in rows)
+    return tuple(data.place(expert.place(tensor.place(row, spec, layout), layout), layout) for row in rows)
 
 
 def rows_of(table: tuple[ParameterRow, ...], layout: Layout, pp_rank: int) -> dict[int, list[ParameterRow]]:
@@ -81,7 +84,7 @@ def predict_events(plan: Plan, rank: int) -> Events:
     events: Events = Counter()
     for chunk, chunk_rows in chunks.items():
         passes = tensor.predict_chunk(
-            plan.model, layout, layers=len(layers[chunk]), first=chunk == 0, last=chunk == layout.stages - 1,
+            plan.model, layout, layers=layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1,
             tokens=tokens, dtype=dtype, itemsize=itemsize,
         )  # fmt: skip
         passes += context.predict_chunk(
@@ -98,14 +101,14 @@ def predict_events(plan: Plan, rank: int) -> Events:
     held = [row.held for row in rows]
     events += tensor.predict_gradient_sums(held, layout, grad_dtype, grad_itemsize)
     events += pipeline.predict_tie(held, layout, grad_dtype, grad_itemsize)
-    return events + _predict_scalars(layout)
+    return events + _predict_scalars(layout, experts=bool(expert.routed_layers(plan.model)))
 
 
-def _predict_scalars(layout: Layout) -> Events:
+def _predict_scalars(layout: Layout, *, experts: bool) -> Events:
     """The few numbers that every step agrees on, 8 bytes each.
 
     metrics: the count of valid tokens (data) before the step; the sum of losses (data, then pp) after it.
-    norm:    the squared gradient norm (data where ZeRO shards, tp, then pp).
+    norm:    the squared gradient norm (data where ZeRO shards, tp, then pp; world for a model with experts).
     """
     events: Events = Counter()
     if layout.data > 1:
@@ -113,6 +116,10 @@ def _predict_scalars(layout: Layout) -> Events:
         events[Event("metrics", "data", "all_reduce", "float64", 8)] += 1
     if layout.pp > 1:
         events[Event("metrics", "pp", "all_reduce", "float64", 8)] += 1
+    if experts:
+        if layout.world_size > 1:
+            events[Event("norm", "world", "all_reduce", "float64", 8)] += 1
+        return events
     if layout.data_shards > 1:
         events[Event("norm", "data", "all_reduce", "float64", 8)] += 1
     for axis in ("tp", "pp"):

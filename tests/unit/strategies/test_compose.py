@@ -162,7 +162,7 @@ def test_every_layer_is_on_one_stage() -> None:
     [
         ("tp3", {}, LayoutError, "tp3 does not fit tiny: heads = 8"),
         ("pp5", {}, LayoutError, "5 pipeline stages but tiny has 4 layers"),
-        ("dp2 ep2", {}, LayoutError, "ep2 etp1 cannot be run yet"),
+        ("dp2 ep2", {}, LayoutError, "tiny has no experts, which ep2 etp1 would cut"),
         ("pp3:1f1b*2", {}, LayoutError, "6 pipeline stages but tiny has 4 layers"),
         ("pp2:custom", {}, LayoutError, "needs its actions"),
         ("dp3", {}, WorkloadError, "global batch 16 is not a multiple of dp3 x micro-batch 2 = 6"),

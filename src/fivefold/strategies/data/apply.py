@@ -1,7 +1,7 @@
 """Data parallelism behind one face: the schedule says when, this says how gradients are kept, summed and applied.
 
 zero0          `replicated.py`      zero3   `fully_sharded.py`
-zero1, zero2   `zero.py`
+zero1, zero2   `zero.py`         a model with experts: two of these, `joined.py`
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fivefold.core.sharding import ParameterRow
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.data.fully_sharded import FullySharded, ShardValues
+from fivefold.strategies.data.joined import Joined
 from fivefold.strategies.data.masters import MakeOptimizer
 from fivefold.strategies.data.replicated import Replicated
 from fivefold.strategies.data.zero import shard_optimizer
@@ -80,12 +81,25 @@ def data_parallel(
     bucket_bytes: int,
     gather_once: bool,
 ) -> DataParallel:
-    """The form that the layout asks for. One rank in a sharding group has nothing to share: that is ZeRO-0.
+    """The form that the layout asks for, of dense parameters and of experts. One rank in a sharding group: ZeRO-0.
 
     `parameters`, `modules`: of each chunk. `values`: where ZeRO-3 gets its shards, as its parameters hold none.
     """
-    if mesh.layout.data_shards == 1:
-        return Replicated(parameters, mesh, make_optimizer, bucket_bytes=bucket_bytes)
-    if mesh.layout.zero < 3:
-        return shard_optimizer(parameters, mesh, make_optimizer, bucket_bytes=bucket_bytes)
-    return FullySharded(parameters, modules, mesh, make_optimizer, values, gather_once=gather_once)
+    parts: list[DataParallel] = []
+    owned: list[list[tuple[ParameterRow, nn.Parameter]]] = []
+    for kind in ("dense", "expert"):
+        own = {chunk: [pair for pair in pairs if pair[0].mesh == kind] for chunk, pairs in parameters.items()}
+        pairs = [pair for chunk in own.values() for pair in chunk]
+        if pairs:
+            shards = pairs[0][0].data_shards(mesh.layout)
+            if shards == 1:
+                part: DataParallel = Replicated(own, mesh, make_optimizer, bucket_bytes=bucket_bytes)
+            elif mesh.layout.zero < 3:
+                part = shard_optimizer(own, mesh, make_optimizer, bucket_bytes=bucket_bytes)
+            else:
+                part = FullySharded(own, modules, mesh, make_optimizer, values, gather_once=gather_once)
+            parts.append(part)
+            owned.append(pairs)
+    if len(parts) == 1:
+        return parts[0]
+    return Joined(parts, owned, [row.name for pairs in parameters.values() for row, _ in pairs])

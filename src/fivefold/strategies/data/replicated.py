@@ -1,7 +1,8 @@
 """ZeRO-0: every data rank holds all parameters, gradients and optimizer state of its shard of the model.
 
-Communication: one all-reduce per bucket and step on axis data (dp x cp), started as soon as the bucket's last gradient
-is ready (pp = 1: during the last microbatch's backward) or at the schedule's REDUCE_GRAD, awaited before the norm.
+Communication: one all-reduce per bucket and step on axis data (dp x cp; for experts edp), started as soon as its last
+gradient is ready (pp = 1: during the last microbatch's backward) or at the schedule's REDUCE_GRAD, awaited before the
+norm.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Replicated(Masters):
         *,
         bucket_bytes: int,
     ) -> None:
-        """`parameters`: chunk -> its (row, parameter) pairs in the order of the model."""
+        """`parameters`: chunk -> its (row, parameter) pairs in the order of the model, all dense or all experts."""
         self.mesh = mesh
-        self.axis = mesh.axis("data")
+        self.axis = mesh.axis(next(row.data_axis for pairs in parameters.values() for row, _ in pairs))
         masters = {chunk: [(row, p, _master(p)) for row, p in pairs] for chunk, pairs in parameters.items()}
         super().__init__([triple for chunk in masters.values() for triple in chunk], make_optimizer)
         self.buckets: dict[int, list[_Bucket]] = {chunk: [] for chunk in parameters}
@@ -110,7 +111,7 @@ class Replicated(Masters):
 
     def _make_buckets(self, chunk: int, pairs: list[tuple[ParameterRow, nn.Parameter]], limit: int) -> None:
         masters = {row.name: master for row, master in pairs}
-        itemsize = pairs[0][1].itemsize
+        itemsize = max((master.itemsize for master in masters.values()), default=0)
         for group in buckets([row for row, _ in pairs], self.mesh.layout, limit, itemsize):
             bucket = _Bucket(chunk, [masters[row.name] for row in group])
             self.buckets[chunk].append(bucket)

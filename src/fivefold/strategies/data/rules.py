@@ -39,17 +39,19 @@ def check(layout: Layout, zero3_gather: str = "microbatch") -> None:
         raise LayoutError(
             f"zero3_gather={zero3_gather} does nothing with zero{layout.zero}; leave it out, or use zero3"
         )
-    if layout.ep > 1 or layout.etp > 1:
-        raise LayoutError(f"ep{layout.ep} etp{layout.etp} cannot be run yet; use ep1 (leave the tokens out)")
 
 
-def check_schedule(layout: Layout, kinds: Collection[str]) -> None:
-    """`kinds`: the computations of the schedule. Raises: LayoutError for one that ZeRO-2 and 3 cannot follow.
+def check_schedule(layout: Layout, kinds: Collection[str], *, experts: bool = False) -> None:
+    """`kinds`: the computations of the schedule; `experts`: whether the model has any.
 
-    They free the gradients of a microbatch when all of a bucket are there. Where a schedule computes weight gradients
-    later (W), those of one microbatch come in two parts with another microbatch's between them: never all are there.
+    ZeRO-2 and 3 free the gradients of a microbatch when all of a bucket are there. Where a schedule computes weight
+    gradients later (W), those of one microbatch come in two parts with another microbatch's between them: never all are
+    there.
+
+    Raises: LayoutError for a schedule that they cannot follow.
     """
-    if layout.zero >= 2 and layout.data_shards > 1 and "W" in kinds:
+    shards = max(layout.data_shards, layout.expert_shards if experts else 1)
+    if layout.zero >= 2 and shards > 1 and "W" in kinds:
         raise LayoutError(
             f"zero{layout.zero} reduces the gradients of each microbatch as a whole, but "
             f"pp{layout.pp}:{layout.schedule} computes weight gradients apart (W); "
@@ -58,11 +60,11 @@ def check_schedule(layout: Layout, kinds: Collection[str]) -> None:
 
 
 def place(row: ParameterRow, layout: Layout) -> ParameterRow:
-    """Every gradient is summed over the data ranks; ZeRO cuts dim 0 of the local part, padded at its end."""
-    if layout.data == 1:
+    """Every gradient is summed over its data ranks; ZeRO cuts dim 0 of the local part, padded at its end."""
+    if layout.degree(row.data_axis) == 1:
         return row
-    zero = Shard(0) if layout.data_shards > 1 else None
-    return replace(row, sums={**row.sums, "data": None}, zero=zero)
+    zero = Shard(0) if row.data_shards(layout) > 1 else None
+    return replace(row, sums={**row.sums, row.data_axis: None}, zero=zero)
 
 
 def buckets(
@@ -151,14 +153,21 @@ class Numbers:
 
 
 def predict(rows: list[ParameterRow], layout: Layout, numbers: Numbers, kinds: Sequence[str]) -> Events:
-    """The events of one chunk and step on axis data; `kinds`: its computations F and B (or I, W) in order."""
-    if layout.data == 1:
+    """The events of one chunk and step on axes data and edp; `kinds`: its computations F and B (or I, W) in order."""
+    dense = [row for row in rows if row.mesh == "dense"]
+    experts = [row for row in rows if row.mesh == "expert"]
+    return _predict(dense, layout, numbers, kinds) + _predict(experts, layout, numbers, kinds)
+
+
+def _predict(rows: list[ParameterRow], layout: Layout, numbers: Numbers, kinds: Sequence[str]) -> Events:
+    """Of rows that are all dense, or all experts."""
+    if not rows or layout.degree(rows[0].data_axis) == 1:
         return Counter()
-    n, grad = layout.data_shards, numbers.grad_itemsize
+    axis, n, grad = rows[0].data_axis, rows[0].data_shards(layout), numbers.grad_itemsize
     cut = buckets(rows, layout, numbers.bucket_bytes, grad)
     if n == 1:
         return Counter(
-            Event("reduce", "data", "all_reduce", numbers.grad_dtype, _elements(bucket, layout) * grad)
+            Event("reduce", axis, "all_reduce", numbers.grad_dtype, _elements(bucket, layout) * grad)
             for bucket in cut
         )
     parts = units(rows)
@@ -169,17 +178,17 @@ def predict(rows: list[ParameterRow], layout: Layout, numbers: Numbers, kinds: S
     events: Events = Counter()
     for bucket in cut:
         held = _elements([row.held for row in bucket], layout)
-        reduced = Event("reduce", "data", "reduce_scatter", numbers.grad_dtype, n * held * grad)
+        reduced = Event("reduce", axis, "reduce_scatter", numbers.grad_dtype, n * held * grad)
         events[reduced] += microbatches if every else 1
-        if n < layout.data:
-            events[Event("reduce", "data", "all_reduce", numbers.grad_dtype, held * grad)] += 1
+        if n < layout.degree(axis):
+            events[Event("reduce", axis, "all_reduce", numbers.grad_dtype, held * grad)] += 1
         if layout.zero < 3:
             size = n * held * numbers.itemsize
-            events[Event("optimizer", "data", "all_gather", numbers.dtype, size)] += 1
+            events[Event("optimizer", axis, "all_gather", numbers.dtype, size)] += 1
     if layout.zero == 3:
         for (phase, i), count in gathers(parts, kinds, once=numbers.gather_once).items():
             size = n * _elements([row.held for row in parts[i].rows], layout) * numbers.itemsize
-            events[Event(phase, "data", "all_gather", numbers.dtype, size)] += count
+            events[Event(phase, axis, "all_gather", numbers.dtype, size)] += count
     return events
 
 

@@ -8,8 +8,8 @@ padding only (as `torch.chunk` and FSDP2 cut); w elements a row, so b = k w elem
     full    [n, S]   gradients of whole parameters; row r is what rank r will keep of their sum
     total   [S]      what this rank keeps of the gradients' sum: every master's gradient is a view of it
 
-Communication on axis data: reduce-scatter of `full`; all-gather of `flat` in the parameters' dtype, copied to `whole`;
-with several groups an all-reduce of `total` over the ranks that hold the same shard.
+Communication on axis data (for experts edp): reduce-scatter of `full`; all-gather of `flat` in the parameters' dtype,
+copied to `whole`; with several groups an all-reduce of `total` over the ranks that hold the same shard.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class Bucket:
     def __init__(
         self, chunk: int, pairs: list[tuple[ParameterRow, nn.Parameter]], mesh: Mesh, *, keep: bool
     ) -> None:
-        """Moves the parameters to the bucket's buffer, with their values if their memory has any."""
+        """Moves the parameters, all dense or all experts, to the bucket's buffer, with the values that there are."""
         layout = mesh.layout
         self.chunk, self.keep = chunk, keep
-        self.n = layout.data_shards
-        self.axis = mesh.axis("data", self.n)
-        self.across = mesh.axis("data", self.n, across=True)
         self.rows = [row for row, _ in pairs]
+        over = self.rows[0].data_axis
+        self.n = self.rows[0].data_shards(layout)
+        self.axis = mesh.axis(over, self.n)
+        self.across = mesh.axis(over, self.n, across=True)
         self.parameters = [parameter for _, parameter in pairs]
         self.sizes = [row.held.local_elements(layout) for row in self.rows]
         self.S = sum(self.sizes)

@@ -130,7 +130,7 @@ def shard_optimizer(
     held: dict[int, list[Bucket]] = {}
     for chunk, pairs in parameters.items():
         by_name = {row.name: (row, p) for row, p in pairs}
-        wide = max(4, pairs[0][1].itemsize)
+        wide = max((4, *(p.itemsize for _, p in pairs)))
         groups = buckets([row for row, _ in pairs], mesh.layout, bucket_bytes, wide)
         held[chunk] = [
             Bucket(chunk, [by_name[row.name] for row in group], mesh, keep=level == 1) for group in groups

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from fivefold.core.events import Event, Events
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import AttentionSpec, ModelSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from fivefold.core.sharding import ParameterRow, Shard
 from fivefold.errors import LayoutError, nearest_numbers
 
@@ -59,9 +59,19 @@ def _broken(spec: ModelSpec, tp: int) -> list[tuple[int, str]]:
                 broken.append((attention.heads, "heads"))
             if attention.kv_heads % tp and tp % attention.kv_heads:
                 broken.append((attention.kv_heads, "kv_heads (nor is tp a multiple of it)"))
-        if block.mlp.ffn % tp:
-            broken.append((block.mlp.ffn, "ffn"))
+        width, name = _dense_width(block)
+        if width % tp:
+            broken.append((width, name))
     return broken
+
+
+def _dense_width(block: BlockSpec) -> tuple[int, str]:
+    """What tp cuts of the feed-forward part: its width, or that of the shared experts; 0 where there is neither."""
+    return (
+        (block.mlp.ffn, "ffn")
+        if isinstance(block.mlp, MLPSpec)
+        else (block.mlp.shared_ffn, "ffn of the shared experts")
+    )
 
 
 def kv_replicas(kv_heads: int, tp: int) -> int:
@@ -71,7 +81,7 @@ def kv_replicas(kv_heads: int, tp: int) -> int:
 
 def place(row: ParameterRow, spec: ModelSpec, layout: Layout) -> ParameterRow:
     """Fill the tp columns of one row: how it is cut, and over whom its gradient is summed."""
-    if layout.tp == 1:
+    if layout.tp == 1 or row.mesh == "expert":
         return row
     if row.role in COLUMN:
         replicas = 1
@@ -94,7 +104,7 @@ def predict_chunk(
     spec: ModelSpec,
     layout: Layout,
     *,
-    layers: int,
+    layers: range,
     first: bool,
     last: bool,
     tokens: int,
@@ -103,23 +113,26 @@ def predict_chunk(
 ) -> Events:
     """Events of one microbatch (`tokens` = b*S, under cp b*S/cp) through one virtual stage, forward and backward.
 
-    Per layer with SP:    forward 2 all-gathers + 2 reduce-scatters, backward 4 all-gathers (two of them gather the
-                          input again, which is not kept) + 2 reduce-scatters, each b*S*D*x bytes.
-    Per layer, nosp:      2 all-reduces forward, 2 backward, the same bytes.
+    A layer is two pairs of a column and a row, attention and MLP; a routed one has the second only for shared experts.
+
+    Per pair with SP:     forward an all-gather + a reduce-scatter, backward 2 all-gathers (one of them gathers the
+                          input again, which is not kept) + a reduce-scatter, each b*S*D*x bytes.
+    Per pair, nosp:       an all-reduce forward, one backward, the same bytes.
     Embedding and head:   as a row and a column; the loss adds two all-reduces of b*S and 2*b*S elements.
     """
     if layout.tp == 1:
         return Counter()
     size = tokens * spec.hidden * itemsize
+    pairs = sum(1 + (_dense_width(spec.blocks[layer])[0] > 0) for layer in layers)
     count: Counter[tuple[str, str]] = Counter()
     if layout.sequence_parallel:
-        count["forward", "all_gather"] = 2 * layers + last
-        count["forward", "reduce_scatter"] = 2 * layers + first
-        count["backward", "all_gather"] = 4 * layers + first + last
-        count["backward", "reduce_scatter"] = 2 * layers + last
+        count["forward", "all_gather"] = pairs + last
+        count["forward", "reduce_scatter"] = pairs + first
+        count["backward", "all_gather"] = 2 * pairs + first + last
+        count["backward", "reduce_scatter"] = pairs + last
     else:
-        count["forward", "all_reduce"] = 2 * layers + first
-        count["backward", "all_reduce"] = 2 * layers + last
+        count["forward", "all_reduce"] = pairs + first
+        count["backward", "all_reduce"] = pairs + last
     events = Counter({Event(p, "tp", op, dtype, size): n for (p, op), n in count.items() if n})  # type: ignore[arg-type]
     if last:
         wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)

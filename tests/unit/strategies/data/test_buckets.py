@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fivefold.core.layout import Layout
 from fivefold.core.sharding import ParameterRow
-from fivefold.errors import LayoutError
 from fivefold.strategies.data import rules
 
 LAYOUT = Layout.parse("dp2")
@@ -66,14 +65,3 @@ def test_one_data_rank_reduces_nothing() -> None:
     assert rules.place(row, Layout.parse("tp2")) is row
     assert rules.place(row, LAYOUT).sums == {"data": None}
     assert not rules.predict([row], Layout.parse("tp2"), NUMBERS, "FB")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dp2 ep2", "ep2 etp1 cannot be run yet; use ep1"),
-    ],
-)
-def test_what_cannot_be_run_yet_is_refused(text: str, message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        rules.check(Layout.parse(text))

@@ -1,0 +1,113 @@
+"""Expert parallelism: which degrees are legal, what is cut, and what it communicates.
+
+The dp*cp*tp ranks of a stage factor a second time, as (edp, ep, etp) with etp fastest: an ep rank holds E/ep whole
+experts, or F/etp of the width of each; edp ranks hold the same. It adds no ranks. Tokens go to where their experts are
+(Lepikhin et al. 2020, arXiv:2006.16668, section 3.2), in numbers that the router decides: nothing is padded.
+
+    gate, up  [E, F, D]     ep: dim 0, etp: dim 1            router, shared experts     as other dense parameters
+    down      [E, D, F]     ep: dim 0, etp: dim 2            gradients of experts       summed over edp alone
+
+A routed layer, per microbatch (backward: the same in reverse):
+
+    etp > 1   the tokens of the etp ranks are gathered, with the experts and weights that were chosen
+    ep > 1    counts per expert are exchanged, then the tokens, one row for each choice of an expert; results come back
+    etp > 1   partial sums are reduce-scattered
+
+Without sequence parallelism the tp ranks have the same tokens, and etp = tp: nothing is gathered, sums are all-reduced.
+
+Letters: b micro-batch, S sequence, T tokens of a rank, D hidden, E experts, K choices of a token; F width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import gcd
+
+from fivefold.core.layout import Layout
+from fivefold.core.layout_checks import divisors
+from fivefold.core.model_spec import ModelSpec, MoESpec
+from fivefold.core.sharding import ParameterRow, Shard
+from fivefold.errors import LayoutError, nearest_numbers
+
+WIDTH_DIM = {"expert_gate": 1, "expert_up": 1, "expert_down": 2}
+"""Role -> the dim of the experts' width, which etp cuts."""
+
+Counts = Callable[[int, int, int], Sequence[int]]
+"""(rank, layer, microbatch) -> how many choices of that rank's tokens each of the E experts got."""
+
+
+def routed_layers(spec: ModelSpec) -> dict[int, MoESpec]:
+    """The layers that have experts."""
+    return {i: block.mlp for i, block in enumerate(spec.blocks) if isinstance(block.mlp, MoESpec)}
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises: LayoutError for degrees that do not divide, or tokens that would be dispatched twice."""
+    ep, etp, tp = layout.ep, layout.etp, layout.tp
+    moes = list(dict.fromkeys(routed_layers(spec).values()))
+    if not moes:
+        if ep * etp > 1:
+            raise LayoutError(
+                f"{spec.name} has no experts, which ep{ep} etp{etp} would cut; leave ep and etp out"
+            )
+        return
+    ranks = layout.data * tp
+    experts = gcd(*(moe.experts for moe in moes))
+    if experts % ep:
+        legal = nearest_numbers(ep, (d for d in divisors(experts) if ranks // etp % d == 0))
+        raise LayoutError(
+            f"ep{ep} does not fit {spec.name}: {experts} experts are not divisible by {ep}; nearest legal ep: {legal}"
+        )
+    width = gcd(*(moe.ffn for moe in moes))
+    if width % etp:
+        legal = nearest_numbers(etp, (d for d in divisors(width) if ranks // ep % d == 0))
+        raise LayoutError(
+            f"etp{etp} does not fit {spec.name}: the width {width} of an expert is not divisible by {etp}; "
+            f"nearest legal etp: {legal}"
+        )
+    _check_same_tokens(spec, layout)
+    if layout.expert_shards == 0:
+        _refuse_groups(layout)
+
+
+def same_tokens(layout: Layout) -> bool:
+    """Whether the ranks of an etp group have the same tokens: those of tp do, without sequence parallelism."""
+    return layout.tp > 1 and not layout.sequence_parallel
+
+
+def _check_same_tokens(spec: ModelSpec, layout: Layout) -> None:
+    if not same_tokens(layout):
+        return
+    tp = layout.tp
+    if layout.etp != tp:
+        raise LayoutError(
+            f"the experts of {spec.name} with etp{layout.etp} and tp{tp} need sequence parallelism, else {tp} ranks "
+            f"would compute the same tokens; leave out nosp, or use etp{tp}"
+        )
+    inside = [axis for axis in layout.order[: layout.order.index("tp")] if axis in ("dp", "cp")]
+    if any(layout.degree(axis) > 1 for axis in inside):
+        raise LayoutError(
+            f"etp{layout.etp} takes neighbouring ranks, which order={'-'.join(layout.order)} gives to "
+            f"{' and '.join(inside)}; without sequence parallelism they must be the tp ranks: leave out nosp or order"
+        )
+
+
+def _refuse_groups(layout: Layout) -> None:
+    group = layout.zero_group or layout.data
+    others = [g for g in divisors(layout.data) if layout.replace(zero_group=g).expert_shards]
+    raise LayoutError(
+        f"zero{layout.zero}/{group}: a group of {group} x tp{layout.tp} ranks holds no whole number of "
+        f"ep{layout.ep} x etp{layout.etp} = {layout.ep * layout.etp} ranks with all experts, nor the other way round; "
+        f"nearest group: {nearest_numbers(group, others)}"
+    )
+
+
+def place(row: ParameterRow, layout: Layout) -> ParameterRow:
+    """Fill the ep and etp columns of one row."""
+    if row.mesh != "expert":
+        return row
+    cut = {"ep": Shard(0)} if layout.ep > 1 else {}
+    if layout.etp > 1:
+        cut["etp"] = Shard(WIDTH_DIM[row.role])
+    return replace(row, placement={**row.placement, **cut})  # type: ignore[dict-item]

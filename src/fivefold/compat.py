@@ -22,7 +22,9 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "group_name_of",
+    "grouped_mm",
     "has_flash",
+    "has_grouped_mm",
     "scale_in_place",
     "storage_key",
     "tree_leaves",
@@ -98,6 +100,20 @@ def has_flash(q: Tensor) -> bool:
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 256
     )
+
+
+def grouped_mm(a: Tensor, b: Tensor, counts_E: Tensor) -> Tensor:
+    """A matrix product per group. For tensors that `has_grouped_mm` accepts; `counts_E` [E] (int64): sizes of groups.
+
+    Shapes: a [R, D], b [E, D, O] -> [R, O], rows in groups; or a [O, R], b [R, D] -> [E, O, D], sums over each group.
+    """
+    return torch._grouped_mm(a, b, offs=counts_E.cumsum(0).to(torch.int32))
+
+
+def has_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """Whether the grouped kernel takes such tensors: no float64, and rows of whole 16 bytes."""
+    dtypes = (torch.float32, torch.bfloat16) if a.is_cpu else (torch.bfloat16,)
+    return a.dtype in dtypes and all(size * x.itemsize % 16 == 0 for x in (a, b) for size in x.shape[-1:])
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -160,3 +160,27 @@ def test_the_same_storage_is_the_same_key() -> None:
 def test_warm_up_imports_what_torch_imports_late() -> None:
     compat.warm_up_imports()
     assert {"torch._dynamo", "torch.distributed"} <= sys.modules.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products(dtype: torch.dtype) -> None:
+    """Rows times a matrix per group, and sums over groups; an empty group counts, and gives zeros."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((9, 16), (3, 16, 8)))
+    counts = torch.tensor([5, 0, 4])
+    assert compat.has_grouped_mm(a, b)
+    expected = torch.cat([a[:5] @ b[0], a[5:] @ b[2]])
+    torch.testing.assert_close(compat.grouped_mm(a, b, counts), expected)
+    c = torch.randn(9, 8, generator=generator).to(dtype)
+    sums = torch.stack([a[:5].t() @ c[:5], torch.zeros(16, 8).to(dtype), a[5:].t() @ c[5:]])
+    torch.testing.assert_close(compat.grouped_mm(a.t(), c, counts), sums)
+
+
+def test_what_grouped_products_refuse() -> None:
+    for a, b in (
+        (torch.ones(4, 16, dtype=torch.float64), torch.ones(2, 16, 8, dtype=torch.float64)),
+        (torch.ones(4, 6), torch.ones(2, 6, 8)),
+    ):
+        assert not compat.has_grouped_mm(a, b)
+        with pytest.raises(RuntimeError):
+            compat.grouped_mm(a, b, torch.tensor([1, 3]))

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fivefold.core.layout import Layout
 from fivefold.core.optimizer import OptimizerConfig
+from fivefold.core.router import RouterConfig
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
 from fivefold.errors import WorkloadError
@@ -31,6 +32,8 @@ class Execution(Value):
     """Parameters and compute. bfloat16 keeps float32 master weights beside them, which the optimizer updates."""
     recompute: Literal["none"] = "none"
     optimizer: OptimizerConfig = OptimizerConfig()
+    router: RouterConfig = RouterConfig()
+    """Losses and balancing of a mixture of experts; nothing in other models."""
     bucket_mib: float = Field(default=25.0, gt=0, le=MOST_MIB)
     """Gradients are reduced over data ranks in buckets of about so many MiB."""
     zero3_gather: Literal["microbatch", "step"] = "microbatch"

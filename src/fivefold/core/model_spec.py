@@ -47,6 +47,7 @@ class YarnScaling(Value):
     """Dims that turn less often than this have their frequency divided by `factor`."""
     mscale: float | None = Field(default=None, ge=0)
     mscale_all_dim: float | None = Field(default=None, ge=0)
+    """Latent attention scales its softmax by it as well: `softmax_factor`."""
     truncate: bool = True
     """Whether the dims between which frequencies are blended are rounded outwards to whole ones."""
 
@@ -71,6 +72,14 @@ class YarnScaling(Value):
         if self.mscale and self.mscale_all_dim:
             return (self.mscale * growth + 1) / (self.mscale_all_dim * growth + 1)
         return growth + 1
+
+    @property
+    def softmax_factor(self) -> float:
+        """What latent attention multiplies its softmax scale by: (0.1 a ln(factor) + 1)^2, a = `mscale_all_dim`.
+
+        Source: the authors' code of DeepSeek-V2 and V3 (`softmax_scale`), and transformers (`yarn_apply_mscale`).
+        """
+        return (0.1 * (self.mscale_all_dim or 0.0) * math.log(max(1.0, self.factor)) + 1) ** 2
 
 
 RopeScaling = Annotated[Llama3Scaling | YarnScaling, Field(discriminator="kind")]
@@ -130,6 +139,13 @@ class MLASpec(Value):
     value_dim: Width
     bias: bool = False
     """Bias on the down projections of queries and of keys/values, and on the output projection."""
+    rope_interleaved: bool = True
+    """Whether dims 2i and 2i+1 rotate together, as the weights are stored; else i and i + half."""
+
+    @property
+    def key_dim(self) -> int:
+        """Size of a query or key head: a part without position, then a rotated one."""
+        return self.nope_dim + self.rope_dim
 
 
 class GatedDeltaSpec(Value):
@@ -154,7 +170,11 @@ class MLPSpec(Value):
 
 
 class MoESpec(Value):
-    """A routed feed-forward block: each token meets `top_k` of `experts`, and all shared experts."""
+    """A routed feed-forward block: each token meets `top_k` of `experts`, and all shared experts.
+
+    A router scores every expert (`scoring`), chooses by score plus selection bias (within the best groups), and weighs
+    the chosen by their scores alone. Coefficients of its losses belong to training: `core/router.py`.
+    """
 
     kind: Literal["moe"] = "moe"
     experts: Width
@@ -170,7 +190,20 @@ class MoESpec(Value):
     bias: bool = False
     """Biases in the routed experts (gpt-oss)."""
     router_bias: bool = False
-    """A trained bias [E] on the router's logits. Balancing biases without gradients are buffers: not here."""
+    """A trained bias [E] on the router's logits."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How logits become scores: over all experts (Mixtral, Qwen), or each by itself (DeepSeek-V3)."""
+    groups: int = Field(default=1, gt=0)
+    """Experts are in so many groups of neighbours; a token chooses within the best `topk_groups` of them."""
+    topk_groups: int = Field(default=1, gt=0)
+    group_score: Literal["best", "best_two"] = "best"
+    """What a group is judged by: its best score (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
+    norm_topk_prob: bool = True
+    """Whether the weights of the chosen experts are divided by their sum."""
+    routed_scaling: float = Field(default=1.0, gt=0)
+    """What the weights are multiplied by at last."""
+    selection_bias: bool = False
+    """A bias [E] that only the choice sees: a buffer without gradient, moved to balance the load (DeepSeek-V3)."""
 
     @model_validator(mode="after")
     def _enough_experts(self) -> MoESpec:
@@ -178,6 +211,21 @@ class MoESpec(Value):
             raise ValueError(
                 f"top_k {self.top_k} is more than the {self.experts} experts; at most {self.experts}"
             )
+        if self.experts % self.groups:
+            legal = nearest_numbers(
+                self.groups, [n for n in range(1, self.experts + 1) if self.experts % n == 0]
+            )
+            raise ValueError(
+                f"{self.experts} experts are not {self.groups} groups of one size; nearest legal number: {legal}"
+            )
+        size = self.experts // self.groups
+        if self.topk_groups > self.groups or self.top_k > self.topk_groups * size:
+            raise ValueError(
+                f"top_k {self.top_k} in {self.topk_groups} of {self.groups} groups of {size} experts: groups to choose "
+                f"from must be {-(-self.top_k // size)} to {self.groups}"
+            )
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise ValueError(f"groups of {size} expert have no two best; at most {self.experts // 2} groups")
         return self
 
 
@@ -231,14 +279,12 @@ class ModelSpec(Value):
         return model_config.read(source, name=name)
 
 
-RUNS = (
-    "those of Llama 2/3, Mistral, Qwen2, Qwen3 or Phi-3 that have RMS norms, rotary positions and no experts"
-)
-"""What a plain decoder computes, in words for whoever brought another model."""
+RUNS = "those of Llama 2/3, Mistral, Mixtral, Qwen2, Qwen3 (experts too) or Phi-3 with RMS norms and rotary positions"
+"""What the decoder computes, in words for whoever brought another model."""
 
 
 def plain_parts(block: BlockSpec) -> tuple[AttentionSpec, MLPSpec]:
-    """The parts of a block of a plain decoder, for code that runs after `require_plain_decoder`."""
+    """The parts of a block with grouped-query attention and a dense MLP, for code that was told that it is one."""
     assert isinstance(block.attention, AttentionSpec)
     assert isinstance(block.mlp, MLPSpec)
     return block.attention, block.mlp
@@ -255,10 +301,10 @@ def require_plain_decoder(spec: ModelSpec) -> None:
 
 
 def beyond_plain_decoder(spec: ModelSpec) -> tuple[str, ...]:
-    """What `spec` has and a plain Llama-like decoder lacks.
+    """What `spec` has and the decoder lacks.
 
-    Plain: GQA, biases, QK-norm per head, window, RMS pre-norms, RoPE, dense MLP.
-    Empty means that such a decoder computes exactly this model. A runtime refuses a spec that lists anything.
+    It has: GQA, biases, QK-norm per head, window; RMS pre-norms, RoPE; dense MLPs and mixtures of gated experts.
+    Empty means that it computes exactly this model. A runtime refuses a spec that lists anything.
     """
     found: dict[str, None] = dict.fromkeys(spec.features)
     if spec.norm != "rms":
@@ -273,22 +319,21 @@ def beyond_plain_decoder(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _beyond_plain_block(block: BlockSpec) -> list[str]:
-    found = []
-    attention = block.attention
+    attention, mlp = block.attention, block.mlp
     if isinstance(attention, AttentionSpec):
-        for present, text in (
+        listed = [
             (attention.qk_norm and attention.qk_norm_over != "head", "query/key norm over all heads"),
             (attention.chunk, "chunked attention"),
             (attention.rope_dim == 0, "layers without rotary positions"),
             (attention.rope_dim, "rotation of a part of the head"),
             (attention.output_gate, "gated attention output"),
             (attention.sinks, "attention sinks"),
-        ):
-            found += [text] if present else []
+        ]
     else:
-        found.append({"mla": "latent attention (MLA)", "gated_delta": "linear attention"}[attention.kind])
-    if block.mlp.kind == "moe":
-        found.append("mixture of experts")
-    if block.norms != "pre":
-        found.append(f"norms placed {block.norms!r}")
-    return found
+        listed = [
+            (True, {"mla": "latent attention (MLA)", "gated_delta": "linear attention"}[attention.kind])
+        ]
+    if isinstance(mlp, MoESpec):
+        listed += [(mlp.bias, "biases in experts"), (not mlp.gated, "experts without a gate")]
+    listed += [(block.norms != "pre", f"norms placed {block.norms!r}")]
+    return [text for present, text in listed if present]

@@ -13,11 +13,19 @@ from math import prod
 from typing import Literal
 
 from fivefold.core.layout import Axis, ExpertAxis, Layout, MeshAxis
-from fivefold.core.model_spec import BlockSpec, ModelSpec, plain_parts, require_plain_decoder
+from fivefold.core.model_spec import (
+    AttentionSpec,
+    BlockSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    require_plain_decoder,
+)
 
 Role = Literal[
     "embedding", "head", "norm", "head_norm",
     "q", "k", "v", "attention_output", "gate", "up", "down",
+    "router", "selection_bias", "expert_gate", "expert_up", "expert_down", "shared_gate",
 ]  # fmt: skip
 
 INIT_STD = 0.02
@@ -159,12 +167,37 @@ def parameters(spec: ModelSpec) -> tuple[ParameterRow, ...]:
     return tuple(replace(row, init_name=row.name) for row in rows)
 
 
+def buffers(spec: ModelSpec) -> tuple[ParameterRow, ...]:
+    """What a model has beside parameters and a checkpoint holds: no gradient, at least float32, initially zero."""
+    return tuple(
+        ParameterRow(
+            f"layers.{i}.mlp.router.selection_bias",
+            "selection_bias",
+            (block.mlp.experts,),
+            is_bias=True,
+            init_std=0.0,
+        )
+        for i, block in enumerate(spec.blocks)
+        if isinstance(block.mlp, MoESpec) and block.mlp.selection_bias
+    )
+
+
 def _layer(prefix: str, block: BlockSpec, spec: ModelSpec) -> Iterator[ParameterRow]:
-    attention, mlp = plain_parts(block)
-    hidden, queries = spec.hidden, attention.heads * attention.head_dim
-    keys = attention.kv_heads * attention.head_dim
     residual_std = INIT_STD / (2 * spec.layers) ** 0.5  # Radford et al. 2019, section 2.3
-    yield _norm(f"{prefix}.attention_norm.weight", "norm", hidden)
+    assert isinstance(block.attention, AttentionSpec)
+    yield _norm(f"{prefix}.attention_norm.weight", "norm", spec.hidden)
+    yield from _attention(prefix, block.attention, spec.hidden, residual_std)
+    yield _norm(f"{prefix}.mlp_norm.weight", "norm", spec.hidden)
+    if isinstance(block.mlp, MoESpec):
+        yield from _moe(f"{prefix}.mlp", block.mlp, spec.hidden, residual_std)
+    else:
+        yield from _mlp(f"{prefix}.mlp", block.mlp, spec.hidden, residual_std)
+
+
+def _attention(
+    prefix: str, attention: AttentionSpec, hidden: int, residual_std: float
+) -> Iterator[ParameterRow]:
+    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     yield from _linear(f"{prefix}.attention.qkv.q", "q", queries, hidden, attention.qkv_bias)
     yield from _linear(f"{prefix}.attention.qkv.k", "k", keys, hidden, attention.qkv_bias)
     yield from _linear(f"{prefix}.attention.qkv.v", "v", keys, hidden, attention.qkv_bias)
@@ -173,11 +206,27 @@ def _layer(prefix: str, block: BlockSpec, spec: ModelSpec) -> Iterator[Parameter
         yield _norm(f"{prefix}.attention.k_norm.weight", "head_norm", attention.head_dim)
     output = f"{prefix}.attention.output"
     yield from _linear(output, "attention_output", hidden, queries, attention.output_bias, residual_std)
-    yield _norm(f"{prefix}.mlp_norm.weight", "norm", hidden)
+
+
+def _mlp(prefix: str, mlp: MLPSpec, hidden: int, residual_std: float) -> Iterator[ParameterRow]:
     if mlp.gated:
-        yield from _linear(f"{prefix}.mlp.inputs.gate", "gate", mlp.ffn, hidden, mlp.bias)
-    yield from _linear(f"{prefix}.mlp.inputs.up", "up", mlp.ffn, hidden, mlp.bias)
-    yield from _linear(f"{prefix}.mlp.down", "down", hidden, mlp.ffn, mlp.bias, residual_std)
+        yield from _linear(f"{prefix}.inputs.gate", "gate", mlp.ffn, hidden, mlp.bias)
+    yield from _linear(f"{prefix}.inputs.up", "up", mlp.ffn, hidden, mlp.bias)
+    yield from _linear(f"{prefix}.down", "down", hidden, mlp.ffn, mlp.bias, residual_std)
+
+
+def _moe(prefix: str, moe: MoESpec, hidden: int, residual_std: float) -> Iterator[ParameterRow]:
+    E, F = moe.experts, moe.ffn
+    yield from _linear(f"{prefix}.router", "router", E, hidden, moe.router_bias)
+    yield ParameterRow(f"{prefix}.experts.gate", "expert_gate", (E, F, hidden), mesh="expert")
+    yield ParameterRow(f"{prefix}.experts.up", "expert_up", (E, F, hidden), mesh="expert")
+    down = f"{prefix}.experts.down"
+    yield ParameterRow(down, "expert_down", (E, hidden, F), mesh="expert", init_std=residual_std)
+    if moe.shared_ffn:
+        shared = MLPSpec(ffn=moe.shared_ffn, gated=moe.gated)
+        yield from _mlp(f"{prefix}.shared", shared, hidden, residual_std)
+    if moe.shared_gate:
+        yield from _linear(f"{prefix}.shared_gate", "shared_gate", 1, hidden, False)
 
 
 def _norm(name: str, role: Role, size: int) -> ParameterRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.plan import Plan
-from fivefold.core.sharding import ParameterRow
+from fivefold.core.sharding import ParameterRow, buffers
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.init import make_shard
 from fivefold.runtime.deferred import DeferredGradients
@@ -62,6 +62,7 @@ def build_chunks(
         context.apply(module, mesh)
         shared = {"head.weight": embedding} if embedding is not None and chunk == layout.stages - 1 else {}
         chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values, shared))
+        fill_buffers(module, buffers(spec), mesh, plan.execution.grad_dtype, values)
         if chunk == 0 and spec.tied_embeddings:
             embedding = module.get_parameter("embedding.weight")
     return chunks
@@ -92,6 +93,18 @@ def materialise(
         setattr(module.get_submodule(parent), leaf, made[identity])
     assert not by_name, f"the table has parameters that the module lacks: {sorted(by_name)}"
     return pairs
+
+
+def fill_buffers(
+    module: nn.Module, rows: Sequence[ParameterRow], mesh: Mesh, dtype: str, values: ValueSource
+) -> None:
+    """Give the buffers of a chunk their values. `rows`: of the whole model; every rank of a stage holds them whole."""
+    present = dict(module.named_buffers())
+    for row in rows:
+        if row.name in present:
+            parent, _, leaf = row.name.rpartition(".")
+            value = values(row, mesh.layout, mesh.coordinate, dtype).to(mesh.device.device)
+            module.get_submodule(parent).register_buffer(leaf, value)
 
 
 def _local_value(row: ParameterRow, mesh: Mesh, dtype: str, values: ValueSource) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from fivefold.core.model_spec import MoESpec
 from fivefold.core.plan import Plan
 from fivefold.data.batches import Batch, Dataset, Ints
 from fivefold.nn.attention import Mask
@@ -35,9 +38,22 @@ def feed(dataset: Dataset, plan: Plan, mesh: Mesh, step: int) -> Callable[[int],
             micro_batch=plan.execution.micro_batch,
             global_batch=plan.workload.global_batch,
         )
-        return to_device(batch, mesh.device, here, separate_documents=plan.workload.separate_documents)
+        microbatch = to_device(batch, mesh.device, here, separate_documents=plan.workload.separate_documents)
+        return replace(microbatch, valid_BS=_valid(batch, plan, mesh, here)) if routed else microbatch
 
+    routed = any(isinstance(block.mlp, MoESpec) for block in plan.model.blocks)
     return load
+
+
+def _valid(batch: Batch, plan: Plan, mesh: Mesh, here: Ints | None) -> Tensor | None:
+    """Which tokens are no padding, of those whose hidden states this rank holds: S/cp, under SP S/cp/tp."""
+    valid = batch.document_ids_BS >= 0
+    if valid.all():
+        return None
+    valid = valid if here is None else valid[:, here]
+    if plan.layout.sequence_parallel:
+        valid = np.split(valid, plan.layout.tp, axis=1)[mesh.coordinate["tp"]]
+    return torch.from_numpy(np.ascontiguousarray(valid)).to(mesh.device.device, non_blocking=True)
 
 
 def to_device(

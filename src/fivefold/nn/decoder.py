@@ -1,4 +1,4 @@
-"""One plain decoder for Llama 2/3, Mistral, Qwen2 and Qwen3, built from a ModelSpec. It knows nothing of ranks.
+"""One decoder for Llama 2/3, Mistral, Qwen2, Qwen3 and their mixtures of experts. It knows nothing of ranks.
 
 A pipeline stage is the same class with some parts set to None: what remains decides what it reads and returns.
 """
@@ -7,34 +7,44 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fivefold.core.model_spec import BlockSpec, ModelSpec, plain_parts, require_plain_decoder
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, ModelSpec, MoESpec, require_plain_decoder
 from fivefold.nn.attention import Attention, Mask
 from fivefold.nn.layers import RMSNorm, TokenLoss
 from fivefold.nn.mlp import MLP
+from fivefold.nn.moe import MoE
 from fivefold.nn.rope import Rope
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). Shapes: x_BSD -> [B, S, D]."""
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). Shapes: x_BSD -> [B, S, D].
+
+    `valid_BS`: which of these tokens are no padding, for a mixture of experts; None: all.
+    """
 
     def __init__(self, spec: ModelSpec, block: BlockSpec) -> None:
         super().__init__()
-        attention, mlp = plain_parts(block)
+        assert isinstance(block.attention, AttentionSpec)
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.attention = Attention(spec.hidden, attention, spec.norm_eps)
+        self.attention = Attention(spec.hidden, block.attention, spec.norm_eps)
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.mlp = MLP(spec.hidden, mlp)
+        self.routed = isinstance(block.mlp, MoESpec)
+        self.mlp = (
+            MoE(spec.hidden, block.mlp) if isinstance(block.mlp, MoESpec) else MLP(spec.hidden, block.mlp)
+        )
 
-    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None, valid_BS: Tensor | None = None
+    ) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, mask)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))  # type: ignore[no-any-return]
+        y_BSD = self.mlp_norm(x_BSD)
+        return x_BSD + (self.mlp(y_BSD, valid_BS) if self.routed else self.mlp(y_BSD))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm, head. Layers keep their global index as name, whatever part is present.
 
-    Shapes: tokens_BS (int64) if it holds the embedding, else hidden_BSD; positions [B or 1, S]; a mask or None
-            -> logits_BSV if it holds the head, else hidden_BSD.
+    Shapes: tokens_BS (int64) if it holds the embedding, else hidden_BSD; positions [B or 1, S]; a mask or None;
+            valid_BS (bool) or None, see `DecoderLayer` -> logits_BSV if it holds the head, else hidden_BSD.
     Raises: ModelError for a model that it does not compute exactly.
     """
 
@@ -53,11 +63,13 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         self.loss = TokenLoss()
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Mask | None = None, valid_BS: Tensor | None = None
+    ) -> Tensor:
         hidden_BSD = x if self.embedding is None else self.embedding(x)
         rope = self.rope(positions, hidden_BSD.dtype)
         for layer in self.layers.values():
-            hidden_BSD = layer(hidden_BSD, rope, mask)
+            hidden_BSD = layer(hidden_BSD, rope, mask, valid_BS)
         if self.norm is not None:
             hidden_BSD = self.norm(hidden_BSD)
         return hidden_BSD if self.head is None else self.head(hidden_BSD)

@@ -26,10 +26,18 @@ def make_shard(
     mean: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Normal values of the region `[start, stop)` per dim of the parameter `name` (one or two dims).
+    """Normal values of the region `[start, stop)` per dim of the parameter `name` (one to three dims).
 
+    Three dims are stacked matrices: each is made under its own name, whatever others are stacked with it.
     Memory: the shard and one tile.
     """
+    if len(region) == 3:
+        matrices = [
+            make_shard(f"{name}.{i}", region[1:], seed=seed, std=std, mean=mean, dtype=dtype)
+            for i in range(region[0].start, region[0].stop)
+        ]
+        empty = (0, *(part.stop - part.start for part in region[1:]))
+        return torch.stack(matrices) if matrices else torch.empty(empty, dtype=dtype)
     if len(region) == 1:
         return make_shard(name, [slice(0, 1), *region], seed=seed, std=std, mean=mean, dtype=dtype)[0]
     rows, columns = region

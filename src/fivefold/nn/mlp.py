@@ -19,6 +19,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+    """Raises: ModelError naming the nearest one that is known."""
+    if name not in ACTIVATIONS:
+        raise ModelError(
+            f"activation {name!r} is not supported{nearest(name, ACTIVATIONS)}; known: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
 class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) when not gated.
 
@@ -27,12 +36,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, spec: MLPSpec) -> None:
         super().__init__()
-        if spec.activation not in ACTIVATIONS:
-            raise ModelError(
-                f"activation {spec.activation!r} is not supported{nearest(spec.activation, ACTIVATIONS)}; "
-                f"known: {', '.join(ACTIVATIONS)}"
-            )
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = activation_of(spec.activation)
         outputs = {"gate": spec.ffn, "up": spec.ffn} if spec.gated else {"up": spec.ffn}
         self.inputs = Projections(hidden, outputs, bias=spec.bias)
         self.down = nn.Linear(spec.ffn, hidden, bias=spec.bias)

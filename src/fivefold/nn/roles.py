@@ -4,7 +4,8 @@ embedding       token ids to vectors                     head            vectors
 column          linears with a common input (q/k/v)      row             the linear that ends a block
 norm            acts on every token alone                head_norm       acts on every head alone
 attention_core  softmax attention                        loss            logits and labels to a sum
-layer           one decoder layer
+layer           one decoder layer                        router          chooses experts for tokens
+experts         the routed experts of a layer
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ DECODER_ROLES: Mapping[str, str] = {
     "layers.*.attention.[qk]_norm": "head_norm",
     "layers.*.mlp.inputs": "column",
     "layers.*.mlp.down": "row",
+    "layers.*.mlp.router": "router",
+    "layers.*.mlp.experts": "experts",
+    "layers.*.mlp.shared.inputs": "column",
+    "layers.*.mlp.shared.down": "row",
     "layers.*_norm": "norm",
     "layers.*": "layer",
     "norm": "norm",

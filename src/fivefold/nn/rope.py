@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.model_spec import Llama3Scaling, ModelSpec, YarnScaling, plain_parts
+from fivefold.core.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, YarnScaling
 from fivefold.errors import ModelError, nearest_numbers
 
 
@@ -42,7 +42,8 @@ class Rope(nn.Module):
 
 
 def _head_dim(spec: ModelSpec) -> int:
-    sizes = sorted({plain_parts(block)[0].head_dim for block in dict.fromkeys(spec.blocks)})
+    attentions = [block.attention for block in dict.fromkeys(spec.blocks)]
+    sizes = sorted({one.head_dim for one in attentions if isinstance(one, AttentionSpec)})
     if len(sizes) > 1:
         raise ModelError(
             f"{spec.name}: heads of sizes {sizes} in different layers; one table of angles needs one size"

@@ -8,7 +8,7 @@ from math import gcd, lcm
 from fivefold.core.cluster import Cluster
 from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, ModelSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
@@ -29,6 +29,8 @@ CLIP_NORM = 0.5
 
 HIDDEN, HEAD_DIM, FFN, WINDOW = 64, 8, 64, 24
 """Widths of a shrunk model: the FFN at least this, heads and windows at most."""
+EXPERTS, EXPERT_FFN = 64, 8
+"""Number and width of experts of a shrunk model, or a little more."""
 
 
 def common_plans(
@@ -99,12 +101,13 @@ def _affordable(spec: ModelSpec, window: int, global_batch: int) -> bool:
 def shrink(spec: ModelSpec) -> ModelSpec:
     """The same heads, layers and features with small widths, for verifying a layout of a large model.
 
-    A degree of tensor parallelism that is legal for one of them is legal for the other.
+    A degree of tensor parallelism that is legal for one of them is legal for the other; so is one of experts up to
+    `EXPERTS`, and one inside an expert up to `EXPERT_FFN`.
     """
     blocks = []
     for block in spec.blocks:
         attention = block.attention
-        mlp = block.mlp.replace(ffn=_small_ffn(block))
+        mlp = _small_mlp(block)
         if isinstance(attention, AttentionSpec):
             attention = attention.replace(
                 head_dim=HEAD_DIM,
@@ -116,14 +119,31 @@ def shrink(spec: ModelSpec) -> ModelSpec:
     return spec.replace(name=f"{spec.name} (shrunk)", hidden=HIDDEN, vocab=vocab, blocks=tuple(blocks))
 
 
-def _small_ffn(block: BlockSpec) -> int:
+def _small_mlp(block: BlockSpec) -> MLPSpec | MoESpec:
+    mlp, attention = block.mlp, block.attention
+    heads = attention.value_heads if isinstance(attention, GatedDeltaSpec) else attention.heads
+    if isinstance(mlp, MLPSpec):
+        return mlp.replace(ffn=_small_ffn(mlp.ffn, heads))
+    common = gcd(mlp.experts, EXPERTS * mlp.groups)
+    experts = next(n for n in count(common, common) if n >= min(mlp.experts, EXPERTS) and _holds(mlp, n))
+    return mlp.replace(
+        experts=experts,
+        ffn=next(w for w in count(1) if w % gcd(mlp.ffn, EXPERT_FFN) == 0 and w >= min(mlp.ffn, EXPERT_FFN)),
+        shared_ffn=_small_ffn(mlp.shared_ffn, heads) if mlp.shared_ffn else 0,
+    )
+
+
+def _holds(mlp: MoESpec, experts: int) -> bool:
+    """Whether so many experts can be grouped and chosen from in the same way."""
+    return experts % mlp.groups == 0 and mlp.top_k <= experts // mlp.groups * mlp.topk_groups
+
+
+def _small_ffn(ffn: int, heads: int) -> int:
     """The smallest width of at least 64 that the same degrees of tensor parallelism divide.
 
     A degree has to divide the heads as well, so it divides both exactly if it divides their greatest common divisor,
     which is kept. Powers of two are kept beyond it as far as 64 has room for them.
     """
-    ffn, attention = block.mlp.ffn, block.attention
-    heads = attention.value_heads if isinstance(attention, GatedDeltaSpec) else attention.heads
     common = unit = gcd(ffn, heads)
     while unit < FFN and ffn % (2 * unit) == 0:
         unit *= 2

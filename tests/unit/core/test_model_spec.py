@@ -56,7 +56,9 @@ def test_json_gives_the_same_spec_back(name: str) -> None:
     assert ModelSpec.model_validate_json(original.model_dump_json()) == original
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "llama-3.1-8b"])
+@pytest.mark.parametrize(
+    "name", ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "llama-3.1-8b", "mixtral-8x7b"]
+)
 def test_plain_decoders_need_nothing_more(name: str) -> None:
     assert beyond_plain_decoder(models.preset(name)) == ()
 
@@ -65,11 +67,11 @@ def test_plain_decoders_need_nothing_more(name: str) -> None:
     ("name", "expected"),
     [
         ("gpt2", "learned positions"),
-        ("mixtral-8x7b", "mixture of experts"),
         ("deepseek-v3", "latent attention (MLA)"),
         ("gpt-oss-20b", "attention sinks"),
         ("qwen3-next-80b-a3b", "linear attention"),
-        ("deepseek-v2-lite", "rope scaling 'yarn'"),
+        ("gpt-oss-20b", "biases in experts"),
+        ("gpt-oss-20b", "rope scaling 'yarn'"),
     ],
 )
 def test_what_a_plain_decoder_lacks_is_named(name: str, expected: str) -> None:

@@ -80,7 +80,7 @@ def test_presets_that_cannot_be_trained_are_refused(name: str) -> None:
         ({"blocks": (BlockSpec(attention=ATTENTION.replace(sinks=True), mlp=MLPSpec(ffn=9)),)}, "sinks"),
         ({"blocks": (BlockSpec(attention=ATTENTION.replace(rope_dim=2), mlp=MLPSpec(ffn=9)),)}, "rotation"),
         ({"blocks": (BlockSpec(attention=ATTENTION, mlp=MLPSpec(ffn=9), norms="post"),)}, "norms placed 'post'"),
-        ({"blocks": (BlockSpec(attention=ATTENTION, mlp=MoESpec(experts=4, top_k=2, ffn=9)),)}, "mixture of experts"),
+        ({"blocks": (BlockSpec(attention=ATTENTION, mlp=MoESpec(experts=4, top_k=2, ffn=9, bias=True)),)}, "biases in"),
         (
             {
                 "blocks": (

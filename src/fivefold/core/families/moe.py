@@ -27,8 +27,8 @@ def _local_experts(f: Fields, **more: Any) -> MoESpec:
     )
 
 
-def qwen_moe(f: Fields, attentions: list[Any], *, shared: bool) -> ModelSpec:
-    """Qwen's routed layers; `shared`: one shared expert behind a gate."""
+def qwen_moe(f: Fields, attentions: list[Any], *, shared: bool, norm: bool = False) -> ModelSpec:
+    """Qwen's routed layers; `shared`: one shared expert behind a gate; `norm`: the default of norm_topk_prob."""
     routed = MoESpec(
         experts=f.size("num_experts", "num_local_experts"),
         top_k=f.size("num_experts_per_tok"),
@@ -36,8 +36,9 @@ def qwen_moe(f: Fields, attentions: list[Any], *, shared: bool) -> ModelSpec:
         activation=activation(f),
         shared_ffn=f.size("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
+        norm_topk_prob=f.flag("norm_topk_prob", norm),
     )
-    f.ignore("norm_topk_prob", "intermediate_size")
+    f.ignore("intermediate_size")
     use = moe_layers(f)
     dense = None if all(use) else mlp(f)
     return f.spec(
@@ -87,7 +88,7 @@ def qwen3_next_attention(f: Fields) -> list[Any]:
 
 
 def qwen3_next(f: Fields) -> ModelSpec:
-    return qwen_moe(f, qwen3_next_attention(f), shared=True)
+    return qwen_moe(f, qwen3_next_attention(f), shared=True, norm=True)
 
 
 def qwen3_5(f: Fields) -> ModelSpec:
@@ -101,11 +102,23 @@ def deepseek(f: Fields) -> ModelSpec:
     """DeepSeekMoE 16B: Llama's attention; the first layers dense, the others routed with shared experts."""
     bias = f.flag("attention_bias", False)
     attention = gqa(f, kv_default=True, qkv_bias=bias, output_bias=bias)
-    return f.spec([BlockSpec(attention=attention, mlp=m) for m in _first_dense(f)])
+    router = {"norm_topk_prob": f.flag("norm_topk_prob", False)}
+    f.only("scoring_func", "softmax")
+    return f.spec([BlockSpec(attention=attention, mlp=m) for m in _first_dense(f, router)])
 
 
-def deepseek_mla(f: Fields) -> ModelSpec:
-    """DeepSeek V2 and V3, Kimi K2. KV heads in the config mean nothing here: each head expands its own."""
+def deepseek_v2(f: Fields) -> ModelSpec:
+    return _latent(f, _softmax_router(f), interleaved=True)
+
+
+def deepseek_v3(f: Fields) -> ModelSpec:
+    """DeepSeek V3, Kimi K2."""
+    router = _sigmoid_router(f, groups=8, topk_groups=4, scaling=2.5)
+    return _latent(f, router, interleaved=f.flag("rope_interleave", True))
+
+
+def _latent(f: Fields, router: dict[str, Any], *, interleaved: bool) -> ModelSpec:
+    """Latent attention. KV heads in the config mean nothing here: each head expands its own."""
     if "q_lora_rank" not in f.data:
         f.notes.append("q_lora_rank is absent: read as null, queries are not compressed")
     rank = f.size("q_lora_rank", default=0)
@@ -117,13 +130,51 @@ def deepseek_mla(f: Fields) -> ModelSpec:
         rope_dim=f.size("qk_rope_head_dim"),
         value_dim=f.size("v_head_dim"),
         bias=f.flag("attention_bias", False),
+        rope_interleaved=interleaved,
     )
     f.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "rope_interleave")
-    # YaRN also scales the softmax here; it stays a feature by name until such attention can be run.
-    return f.spec([BlockSpec(attention=attention, mlp=m) for m in _first_dense(f)], scalings=())
+    return f.spec(
+        [BlockSpec(attention=attention, mlp=m) for m in _first_dense(f, router)], scalings=("yarn",)
+    )
 
 
-def _first_dense(f: Fields) -> list[MLPSpec | MoESpec]:
+def _softmax_router(f: Fields) -> dict[str, Any]:
+    """DeepSeek-V2's router (arXiv:2405.04434, section 2.2): softmax scores, perhaps within the best groups."""
+    f.only("scoring_func", "softmax")
+    method = f.text("topk_method", default="greedy")
+    groups, chosen = f.size("n_group", default=1), f.size("topk_group", default=1)
+    if method not in ("greedy", "group_limited_greedy"):
+        raise f.refuse("topk_method", f"is {method!r}; supported: 'greedy', 'group_limited_greedy'")
+    if f.flag(
+        "norm_topk_prob", False
+    ):  # the authors' code leaves the scaling out then, transformers the norm
+        f.features.append("weights of experts that are normalised and not scaled")
+    limited = {"groups": groups, "topk_groups": chosen} if method == "group_limited_greedy" else {}
+    scaling = f.number("routed_scaling_factor", default=1.0)
+    return {**limited, "norm_topk_prob": False, "routed_scaling": scaling}
+
+
+def _sigmoid_router(
+    f: Fields, *, groups: int = 1, topk_groups: int = 1, scaling: float = 1.0
+) -> dict[str, Any]:
+    """DeepSeek-V3's router (arXiv:2412.19437, section 2.1.2): sigmoid scores, a bias that only the choice sees.
+
+    The arguments are the family's defaults.
+    """
+    f.only("scoring_func", "sigmoid")
+    f.only("topk_method", "noaux_tc")
+    return {
+        "scoring": "sigmoid",
+        "groups": f.size("n_group", default=groups),
+        "topk_groups": f.size("topk_group", default=topk_groups),
+        "group_score": "best_two",
+        "norm_topk_prob": f.flag("norm_topk_prob", True),
+        "routed_scaling": f.number("routed_scaling_factor", default=scaling),
+        "selection_bias": True,
+    }
+
+
+def _first_dense(f: Fields, router: dict[str, Any]) -> list[MLPSpec | MoESpec]:
     """DeepSeek's rule: `first_k_dense_replace` dense layers, then routed ones (each `moe_layer_freq`-th)."""
     first, freq = f.size("first_k_dense_replace", default=0, least=0), f.size("moe_layer_freq", default=1)
     width = f.size("moe_intermediate_size")
@@ -133,9 +184,7 @@ def _first_dense(f: Fields) -> list[MLPSpec | MoESpec]:
         ffn=width,
         shared_ffn=width * f.size("n_shared_experts", default=0, least=0),
         activation=activation(f),
-    )
-    f.ignore(
-        "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor", "scoring_func"
+        **router,
     )
     f.only("mlp_bias", False)
     note_mtp(f, "num_nextn_predict_layers", "num_mtp_layers")
@@ -147,7 +196,7 @@ def glm4_moe(f: Fields) -> ModelSpec:
     attention = gqa(
         f, rotary=0.5, qkv_bias=f.flag("attention_bias", False), qk_norm=f.flag("use_qk_norm", False)
     )
-    return f.spec([BlockSpec(attention=attention, mlp=m) for m in _first_dense(f)])
+    return f.spec([BlockSpec(attention=attention, mlp=m) for m in _first_dense(f, _sigmoid_router(f))])
 
 
 def gpt_oss(f: Fields) -> ModelSpec:
@@ -167,10 +216,12 @@ def minimax_m2(f: Fields) -> ModelSpec:
     attention = gqa(f, derive_head_dim=False, qk_norm=True, qk_norm_over="all_heads")
     rotary = f.size("rotary_dim", default=attention.head_dim)
     f.only("shared_intermediate_size", 0)
-    f.ignore("use_routing_bias", "scoring_func", "use_mtp", "mtp_transformer_layers")
+    f.only("scoring_func", "sigmoid")
+    f.ignore("use_routing_bias", "use_mtp", "mtp_transformer_layers")
     note_mtp(f, "num_mtp_modules")
     attention = attention.replace(rope_dim=rotary if rotary < attention.head_dim else None)
-    return f.spec([BlockSpec(attention=attention, mlp=_local_experts(f))] * f.layers, rope_theta=5e6)
+    routed = _local_experts(f, scoring="sigmoid", selection_bias=True)
+    return f.spec([BlockSpec(attention=attention, mlp=routed)] * f.layers, rope_theta=5e6)
 
 
 def llama4(f: Fields) -> ModelSpec:
@@ -178,7 +229,7 @@ def llama4(f: Fields) -> ModelSpec:
     bias = f.flag("attention_bias", False)
     attention = gqa(f, derive_head_dim=False, qkv_bias=bias, output_bias=bias)
     width = f.size("intermediate_size")
-    routed = _local_experts(f, shared_ffn=width)
+    routed = _local_experts(f, shared_ffn=width, scoring="sigmoid", norm_topk_prob=False)
     dense = mlp(f, key="intermediate_size_mlp")
     step = f.size("interleave_moe_layer_step", default=1)
     use = f.indices("moe_layers") or list(range(step - 1, f.layers, step))

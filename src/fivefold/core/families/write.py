@@ -22,6 +22,10 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     Raises: ModelError naming what the model has and its family lacks.
     """
     require_plain_decoder(spec)
+    if any(block.mlp.kind == "moe" for block in spec.blocks):
+        raise ModelError(
+            f"{spec.name} cannot be written as a Hugging Face model yet: it has a mixture of experts"
+        )
     first = spec.family if spec.family in WRITABLE else WRITABLE[0]
     reasons = []
     for family in (first, *(name for name in WRITABLE if name != first)):

@@ -33,6 +33,8 @@ class Microbatch:
     positions: Tensor
     attention: Mask | None = None
     """What attention hides beside what comes after a token; of the whole sequence."""
+    valid_BS: Tensor | None = None
+    """Which tokens are no padding; only those whose hidden states this rank holds. None: all."""
 
 
 COMPUTE = ("F", "B", "I", "W")
@@ -169,7 +171,7 @@ class Pipeline:
         self.mesh.phase = "forward"
         module, batch = self.chunks[chunk], self.microbatches[j]
         x = batch.tokens_BS if chunk == 0 else self._take("F", chunk, j)
-        out = module(x, batch.positions, batch.attention)
+        out = module(x, batch.positions, batch.attention, batch.valid_BS)
         if chunk == self.last_stage:
             out = module.loss(out, batch.labels_BS, batch.mask_BS)  # type: ignore[operator]
             self.loss += out.detach()

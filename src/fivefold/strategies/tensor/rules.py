@@ -6,6 +6,7 @@ Megatron's cut (Shoeybi et al. 2019, section 3) with sequence parallelism (Korth
     attention_output, down  by input features                row: partial sums reduce-scattered over the sequence
     embedding, head         by vocabulary, padded to tp      the logits are never gathered
     norms, row biases       replicated                       under SP they see S/tp tokens: gradient summed over tp
+    router, gate of shared  replicated                       as norms; shared experts are cut as an MLP is
 
 KV heads: when tp is a multiple of kv_heads, tp/kv_heads neighbours hold the same head (its memory does not fall) and
 each sees its own query heads only, so the gradient is summed over these neighbours.

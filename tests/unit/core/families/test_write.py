@@ -14,7 +14,10 @@ from fivefold.errors import ModelError
 PLAIN = [name for name in models.names() if not beyond_plain_decoder(models.preset(name))]
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN if name != "tiny-uneven"])
+DENSE = [name for name in PLAIN if models.preset(name).blocks[0].mlp.kind == "dense"]
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "tiny-uneven"])
 def test_every_preset_that_can_be_run_can_be_written(name: str) -> None:
     spec = models.preset(name)
     config = json.loads(json.dumps(to_config(spec), allow_nan=False))
@@ -42,5 +45,5 @@ def test_the_difference_is_named() -> None:
 
 
 def test_what_cannot_be_run_is_not_written() -> None:
-    with pytest.raises(ModelError, match="mixtral-8x7b cannot be run yet"):
-        to_config(models.preset("mixtral-8x7b"))
+    with pytest.raises(ModelError, match="gpt2 cannot be run yet"):
+        to_config(models.preset("gpt2"))

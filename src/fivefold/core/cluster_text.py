@@ -47,7 +47,7 @@ def _kind(part: str) -> dict[str, Any]:
         )
     if 0 in (int(count or 1), int(devices or 1)):
         raise ClusterError(f"cluster {part!r}: nodes and devices must be at least 1")
-    kind = {
+    kind: dict[str, Any] = {
         "count": int(count or 1),
         "devices_per_node": int(devices or 1),
         "device": CPU if device.lower() == CPU else device,

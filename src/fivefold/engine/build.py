@@ -19,6 +19,7 @@ from fivefold.runtime.memory import unfilled
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
 from fivefold.strategies.context import apply as context
+from fivefold.strategies.expert import apply as expert
 from fivefold.strategies.pipeline.apply import keep_stage
 from fivefold.strategies.pipeline.placement import stage_layers
 from fivefold.strategies.tensor import apply as tensor
@@ -60,6 +61,7 @@ def build_chunks(
         keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
         tensor.apply(module, mesh, spec.vocab, deferred=deferred)
         context.apply(module, mesh)
+        expert.apply(module, mesh, deferred=deferred)
         shared = {"head.weight": embedding} if embedding is not None and chunk == layout.stages - 1 else {}
         chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values, shared))
         fill_buffers(module, buffers(spec), mesh, plan.execution.grad_dtype, values)

@@ -61,9 +61,10 @@ def rows_of(table: tuple[ParameterRow, ...], layout: Layout, pp_rank: int) -> di
     }
 
 
-def predict_events(plan: Plan, rank: int) -> Events:
+def predict_events(plan: Plan, rank: int, routed: expert.Counts | None = None) -> Events:
     """Every collective, send and receive of one training step on one rank (set-up apart).
 
+    `routed`: what the routers chose in that step, on which the bytes of a dispatch depend; None: all experts alike.
     Raises: as `check`, for a plan that cannot be run.
     """
     check(plan)
@@ -91,6 +92,7 @@ def predict_events(plan: Plan, rank: int) -> Events:
             plan.model, layout, layers=layers[chunk], tokens=tokens, dtype=dtype, itemsize=itemsize
         )
         events.update({event: n * count for event, n in passes.items()})
+        events += _predict_experts(plan, rank, layers[chunk], routed)
         kinds = [a.kind for a in actions if a.chunk == chunk and a.kind in COMPUTATIONS]
         events += data.predict(chunk_rows, layout, numbers, kinds)
     events += pipeline.predict_transfers(
@@ -102,6 +104,26 @@ def predict_events(plan: Plan, rank: int) -> Events:
     events += tensor.predict_gradient_sums(held, layout, grad_dtype, grad_itemsize)
     events += pipeline.predict_tie(held, layout, grad_dtype, grad_itemsize)
     return events + _predict_scalars(layout, experts=bool(expert.routed_layers(plan.model)))
+
+
+def _predict_experts(plan: Plan, rank: int, layers: range, routed: expert.Counts | None) -> Events:
+    """Dispatch and combine in these layers, microbatch by microbatch: each has rows of its own."""
+    layout, execution = plan.layout, plan.execution
+    tokens = execution.micro_batch * plan.workload.seq_len // layout.cp
+    tokens = tokens // layout.tp if layout.sequence_parallel else tokens
+    events: Events = Counter()
+    for layer, moe in expert.routed_layers(plan.model).items():
+        for j in range(microbatches(plan.workload, layout, execution)) if layer in layers else ():
+            rows = (
+                expert.even(moe, layout, tokens)
+                if routed is None
+                else expert.dispatched(layout, rank, layer, j, routed)
+            )
+            events += expert.predict_layer(
+                moe, layout, rows, tokens=tokens, hidden=plan.model.hidden,
+                dtype=execution.dtype, itemsize=execution.itemsize_bytes,
+            )  # fmt: skip
+    return events
 
 
 def _predict_scalars(layout: Layout, *, experts: bool) -> Events:

@@ -28,12 +28,15 @@ from fivefold.data.batches import Dataset
 from fivefold.engine.build import ValueSource
 from fivefold.engine.engine import Engine, LoadMicrobatch
 from fivefold.engine.feed import feed
+from fivefold.nn.moe import Routing
 from fivefold.nn.roles import modules_with_role
 from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.context.order import local_spans, section
+from fivefold.strategies.expert.rules import routed_layers
 from fivefold.strategies.pipeline.apply import Microbatch
+from fivefold.verify.routes import Routed, watching_routes
 
 Region = tuple[slice, ...]
 Array = npt.NDArray[Any]
@@ -68,6 +71,8 @@ class Observation:
     pieces: list[Piece] = field(default_factory=list)
     events: dict[str, Counter[Event]] = field(default_factory=dict)
     """The ledger of every step, by run and step: `sgd step 1`."""
+    routed: dict[str, Routed] = field(default_factory=dict)
+    """The experts that the tokens of every step went to, by run and step."""
 
 
 def observe(
@@ -93,6 +98,7 @@ def observe(
             load = feed(dataset, plan, mesh, step - 1)
             with ExitStack() as stack:
                 ledger = stack.enter_context(Ledger(mesh))
+                seen.routed[run] = stack.enter_context(watching_routes(engine))
                 if kept and name == "sgd":
                     load = stack.enter_context(_watching(engine, seen, step)).reading(load)
                 result = engine.step(load, LEARNING_RATE[name])
@@ -124,6 +130,9 @@ def required(plan: Plan, steps: int) -> Iterator[tuple[str, str]]:
         for name in ("embedding", *(f"layers.{i}" for i in range(plan.model.layers))):
             yield "activations", f"{name} step {step}"
         yield "logits", f"head step {step}"
+        yield from (
+            ("routed_experts", f"layers.{i}.mlp.router step {step}") for i in routed_layers(plan.model)
+        )
         for name in names:
             for quantity in ("gradients", *(f"weights_{optimizer}" for optimizer in OPTIMIZERS)):
                 yield quantity, f"{name} step {step}"
@@ -193,6 +202,8 @@ class _watching:
                     self.hooks.append(part.register_forward_hook(self._keep("activations", name)))
             for name, part in modules_with_role(module, "head"):
                 self.hooks.append(part.register_forward_hook(self._keep("logits", name)))
+            for name, part in modules_with_role(module, "router"):
+                self.hooks.append(part.register_forward_hook(self._keep_routes(name)))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -238,6 +249,17 @@ class _watching:
 
         return hook
 
+    def _keep_routes(self, name: str) -> Callable[[Any, Any, Routing], None]:
+        """The experts of each token, in ascending order: which one is best can be a tie."""
+        keep = self._keep("routed_experts", name)
+
+        def hook(_module: Any, inputs: Any, routing: Routing) -> None:
+            if self.engine.mesh.phase == "forward":
+                experts_TK = routing.experts_TK.sort(-1).values
+                keep(_module, inputs, experts_TK.view(*inputs[0].shape[:2], -1))
+
+        return hook
+
     def _where(
         self, quantity: str, microbatch: int, out: Tensor
     ) -> tuple[tuple[int, ...], tuple[slice, list[tuple[slice, slice]], slice]]:
@@ -247,7 +269,7 @@ class _watching:
         """
         plan, layout, at = self.engine.plan, self.engine.plan.layout, self.engine.mesh.coordinate
         length, features = plan.workload.seq_len, out.shape[2]
-        width = plan.model.vocab if quantity == "logits" else plan.model.hidden
+        width = {"logits": plan.model.vocab, "activations": plan.model.hidden}.get(quantity, features)
         local = length // layout.cp
         mine = _part(at["tp"], out.shape[1], local, cut=out.shape[1] < local)
         spans = section(local_spans(length, layout, at["cp"]), mine.start, mine.stop)

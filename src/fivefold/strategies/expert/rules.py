@@ -20,10 +20,12 @@ Letters: b micro-batch, S sequence, T tokens of a rank, D hidden, E experts, K c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 
+from fivefold.core.events import Event, Events
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
 from fivefold.core.model_spec import ModelSpec, MoESpec
@@ -111,3 +113,66 @@ def place(row: ParameterRow, layout: Layout) -> ParameterRow:
     if layout.etp > 1:
         cut["etp"] = Shard(WIDTH_DIM[row.role])
     return replace(row, placement={**row.placement, **cut})  # type: ignore[dict-item]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one rank dispatches in one layer and microbatch: a row for each choice of an expert."""
+
+    sent: int
+    received: int
+
+
+def dispatched(layout: Layout, rank: int, layer: int, microbatch: int, counts: Counts) -> Rows:
+    """The rows of a rank, from what the ranks of its expert mesh chose."""
+
+    def leaving(member: int) -> list[int]:
+        group = (member,) if same_tokens(layout) else layout.group_of("etp", member)
+        return [sum(column) for column in zip(*(counts(one, layer, microbatch) for one in group))]
+
+    ranks = layout.group_of("ep", rank)
+    own = leaving(rank)
+    size = len(own) // layout.ep
+    first = ranks.index(rank) * size
+    return Rows(sum(own), sum(sum(leaving(member)[first : first + size]) for member in ranks))
+
+
+def even(moe: MoESpec, layout: Layout, tokens: int) -> Rows:
+    """The rows of a rank where every expert is chosen equally often: what can be said before a run."""
+    rows = tokens * moe.top_k * (1 if same_tokens(layout) else layout.etp)
+    return Rows(rows, rows)
+
+
+def predict_layer(
+    moe: MoESpec, layout: Layout, rows: Rows, *, tokens: int, hidden: int, dtype: str, itemsize: int
+) -> Events:
+    """Events of one microbatch (`tokens` T of this rank) through the experts of one layer, forward and backward.
+
+    ep:   forward all-to-alls of 8 E bytes and, there and back, of R D x bytes, R the larger of the rows that leave and
+          come; backward the last two again.
+    etp:  forward all-gathers of etp T (D x + 8 K + w K) bytes and a reduce-scatter of etp T D x; backward all-gather
+          and reduce-scatters of the same but for the choices. Same tokens: an all-reduce of T D x forward, all-reduces
+          of T D x and T K w backward. w: at least 4 bytes.
+    """
+    count: Counter[tuple[str, str, str, str, int]] = Counter()
+    wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
+    if layout.ep > 1:
+        count["forward", "ep", "all_to_all", "int64", 8 * moe.experts] += 1
+        size = max(rows.sent, rows.received) * hidden * itemsize
+        for phase in ("forward", "backward"):
+            count[phase, "ep", "all_to_all", dtype, size] += 2
+    if layout.etp > 1:
+        copies = 1 if same_tokens(layout) else layout.etp
+        x, weights = copies * tokens * hidden * itemsize, copies * tokens * moe.top_k * wide_size
+        if copies == 1:
+            count["forward", "etp", "all_reduce", dtype, x] += 1
+            count["backward", "etp", "all_reduce", dtype, x] += 1
+            count["backward", "etp", "all_reduce", wide, weights] += 1
+        else:
+            count["forward", "etp", "all_gather", "int64", copies * tokens * moe.top_k * 8] += 1
+            for phase, gathered, scattered in (("forward", 1, 0), ("backward", 0, 1)):
+                count[phase, "etp", "all_gather", dtype, x] += 1
+                count[phase, "etp", "reduce_scatter", dtype, x] += 1
+                count[phase, "etp", "all_gather", wide, weights] += gathered
+                count[phase, "etp", "reduce_scatter", wide, weights] += scattered
+    return Counter({Event(*key): n for key, n in count.items() if n})  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""Tokens to where their experts are, and the results back: the experts of a layer on the ranks of an expert mesh.
+
+Communication of one microbatch, forward (backward: the reverse of each, with the same bytes):
+
+    etp > 1    all-gather of the tokens, of the experts that they chose, and of the weights          axis etp
+    ep > 1     all-to-all of the E counts; all-to-all of a row of D for each choice; and back          axis ep
+    etp > 1    reduce-scatter of the partial sums                                                      axis etp
+
+Tokens that every etp rank has already (tp ranks without sequence parallelism) are not gathered: the gradients of tokens
+and weights are all-reduced, and so are the partial sums. A rank can send or receive no row at all. Nothing is padded.
+
+A row leaves for each choice (token, expert), sorted by expert, so that rows for one rank are neighbours. What comes is
+sorted by sender, then by expert, and is brought into the order of experts for the grouped products.
+
+Shape letters: T tokens of a rank, K choices of a token, D hidden, E experts, e experts of this rank, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.nn.grouped import grouped_matmul, weight_gradient
+from fivefold.nn.moe import Experts, combine, count
+from fivefold.runtime.collectives import all_gather, all_reduce, broadcast_input, exchange, reduce_scatter
+from fivefold.runtime.deferred import DeferredGradients
+from fivefold.runtime.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Over which ranks experts are cut, and what becomes of their weight gradients."""
+
+    ep: Axis
+    etp: Axis
+    same_tokens: bool
+    """Whether the etp ranks have the same tokens."""
+    deferred: DeferredGradients | None = None
+    """Where a schedule collects weight gradients; None: they are computed in backward."""
+
+
+class DispatchedExperts(Experts):
+    """Takes the place of the experts of one layer and holds those of this rank, e = E/ep of width F/etp.
+
+    Shapes: x_TD, experts_TK (int64), weights_TK -> [T, D].
+    """
+
+    def __init__(self, experts: nn.Module, cut: Cut) -> None:
+        nn.Module.__init__(self)
+        assert isinstance(experts, Experts)
+        self.activation = experts.activation
+        self.gate, self.up, self.down = experts.gate, experts.up, experts.down
+        self._cut = cut
+
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        etp = self._cut.etp
+        if self._cut.same_tokens:
+            x_TD, weights_TK = broadcast_input(x_TD, etp), broadcast_input(weights_TK, etp)
+            return all_reduce(self._exchanged(x_TD, experts_TK, weights_TK), etp)
+        x_TD, weights_TK = all_gather(x_TD, etp, 0), all_gather(weights_TK, etp, 0)
+        experts_TK = etp.all_gather(experts_TK, 0)
+        return reduce_scatter(self._exchanged(x_TD, experts_TK, weights_TK), etp, 0)
+
+    def compute(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        gate_RF = self.activation(self._product(x_RD, self.gate, counts_E))
+        return self._product(gate_RF * self._product(x_RD, self.up, counts_E), self.down, counts_E)
+
+    def _product(self, x_RD: Tensor, weight: Tensor, counts_E: Tensor) -> Tensor:
+        if self._cut.deferred is None:
+            return grouped_matmul(x_RD, weight, counts_E)
+        return _Deferring.apply(x_RD, weight, counts_E, self._cut.deferred)  # type: ignore[no-any-return]
+
+    def _exchanged(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The weighted sum of what the chosen experts make of each token, or this etp rank's part of it."""
+        ep = self._cut.ep
+        route = find_route(experts_TK, self.gate.shape[0], ep)
+        rows_RD = exchange(x_TD[route.order_R // experts_TK.shape[1]], ep, route.sends, route.receives)
+        if route.by_expert_R is None:
+            rows_RD = self.compute(rows_RD, route.counts_E)
+        else:
+            sorted_RD = self.compute(rows_RD[route.by_expert_R], route.counts_E)
+            rows_RD = torch.empty_like(sorted_RD).index_copy(0, route.by_expert_R, sorted_RD)
+        return combine(exchange(rows_RD, ep, route.receives, route.sends), route.order_R, weights_TK)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of one microbatch go."""
+
+    order_R: Tensor
+    """The rows that leave, as places among the T*K choices, sorted by expert."""
+    sends: list[int]
+    """Rows for each ep rank."""
+    receives: list[int]
+    """Rows from each ep rank."""
+    counts_E: Tensor
+    """[e]: rows for each expert of this rank, of all senders together."""
+    by_expert_R: Tensor | None
+    """The rows that came in the order of their experts; None where they come so."""
+
+
+def find_route(experts_TK: Tensor, here: int, ep: Axis) -> Route:
+    """Sort the choices by expert and agree on how many rows travel. `here`: experts of a rank.
+
+    Comm: an all-to-all of the E counts, as int64. The device is waited for once.
+    """
+    flat, number = experts_TK.flatten(), here * ep.degree
+    counts_E = count(flat, number)
+    each = [here] * ep.degree
+    arriving_E = ep.exchange(counts_E, each, each)
+    leave, come = torch.stack((counts_E, arriving_E)).view(2, ep.degree, here).sum(-1).tolist()
+    order = (flat % (number + 1)).argsort(stable=True)[: sum(leave)]  # those that go nowhere come last
+    by_expert = None
+    if ep.degree > 1 and here > 1:
+        expert = torch.arange(here, device=flat.device).repeat(ep.degree)
+        by_expert = expert.repeat_interleave(arriving_E, output_size=sum(come)).argsort(stable=True)
+    return Route(order, leave, come, arriving_E.view(ep.degree, here).sum(0), by_expert)
+
+
+class _Deferring(torch.autograd.Function):
+    """A grouped product whose weight gradient a schedule may collect."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, deferred: DeferredGradients) -> Tensor:
+        ctx.deferred, ctx.weight = deferred, weight
+        ctx.save_for_backward(x, weight, counts)
+        return grouped_matmul(x, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight, counts = ctx.saved_tensors
+        dx = grouped_matmul(grad, weight.transpose(1, 2), counts)
+        grad, x = grad.contiguous(), x.contiguous()
+        if not ctx.deferred.collecting:
+            return dx, weight_gradient(grad, x, counts), None, None
+        ctx.deferred.keep([ctx.weight], lambda: [weight_gradient(grad, x, counts)])
+        return dx, None, None, None

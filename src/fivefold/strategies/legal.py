@@ -14,6 +14,7 @@ from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
 from fivefold.errors import UserError
 from fivefold.strategies import compose
+from fivefold.strategies.expert import rules as expert
 
 MakePlan = Callable[[Layout], Plan]
 """The job that a layout is judged with: model, workload and execution."""
@@ -35,18 +36,23 @@ def legal_layouts(spec: ModelSpec, ranks: int, make: MakePlan) -> Iterator[Layou
     """All legal layouts of `ranks` ranks in the default rank order, the plainest of each shape first.
 
     Options: ZeRO stage; schedule with 2..4 chunks; placement even or by FLOPs; every cp method; with and without
-    sequence parallelism. Hybrid groups (`zero1/8`) and explicit placements are legal besides, and not listed.
+    sequence parallelism; every ep and etp of a model with experts. Hybrid groups (`zero1/8`) and explicit placements are legal besides, and not listed.
     """
     for dp, tp, pp, cp in shapes(ranks):
-        for pipeline, context, sp, zero in product(
-            pipeline_options(spec, pp), context_options(cp), (True, False)[: 1 + (tp > 1)], _zeros(dp * cp)
-        ):
-            try:
-                layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, sp=sp, zero=zero, **pipeline, **context)  # type: ignore[arg-type]
-            except UserError:
-                continue
-            if why_not(layout, make) is None:
-                yield layout
+        kinds = (True, False)[: 1 + (tp > 1)]
+        experts = {sp: expert_options(spec, Layout(dp=dp, tp=tp, cp=cp, sp=sp)) for sp in kinds}
+        for pipeline, context, sp in product(pipeline_options(spec, pp), context_options(cp), kinds):
+            for cut in experts[sp]:
+                edp = dp * cp * tp // (cut["ep"] * cut["etp"]) if cut else 1
+                for zero in _zeros(max(dp * cp, edp)):
+                    try:
+                        layout = Layout(
+                            dp=dp, tp=tp, pp=pp, cp=cp, sp=sp, zero=zero, **pipeline, **context, **cut
+                        )  # type: ignore[arg-type]
+                    except UserError:
+                        continue
+                    if why_not(layout, make) is None:
+                        yield layout
 
 
 def shapes(ranks: int) -> Iterator[tuple[int, int, int, int]]:
@@ -81,6 +87,22 @@ def context_options(cp: int) -> list[dict[str, object]]:
     return [{"cp_method": "ring"}, {"cp_method": "ulysses"}, {"cp_method": "gather"}, *mixed]
 
 
+def expert_options(spec: ModelSpec, stage: Layout) -> list[dict[str, int]]:
+    """Every (ep, etp) of the ranks of one stage that a model's experts allow."""
+    if not expert.routed_layers(spec):
+        return [{}]
+    found: list[dict[str, int]] = []
+    ranks = stage.data * stage.tp
+    for ep in divisors(ranks):
+        for etp in divisors(ranks // ep):
+            try:
+                expert.check(spec, stage.replace(ep=ep, etp=etp))
+            except UserError:
+                continue
+            found.append({"ep": ep, "etp": etp})
+    return found
+
+
 def _zeros(data: int) -> tuple[int, ...]:
     return (0, 1, 2, 3) if data > 1 else (0,)
 
@@ -101,11 +123,14 @@ def traits(layout: Layout) -> tuple[Trait, ...]:
         found += [("schedule", f"{layout.schedule}*{layout.chunks}"), ("placement", placement)]
     if layout.cp > 1:
         found.append(("cp method", f"{layout.cp_method} {layout.cp_ring}x{layout.cp_ulysses}"))
+    if layout.ep * layout.etp > 1:
+        found += [("ep", layout.ep), ("etp", layout.etp)]
     return tuple(found)
 
 
 def covering(candidates: Iterable[Layout]) -> list[Layout]:
-    """The fewest candidates, greedily, in which every shape occurs and every pair of traits that occurs in any.
+    """The fewest candidates, greedily, in which every shape occurs (with every cut of its experts) and every pair of
+    traits that occurs in any.
 
     Deterministic; the next is always the one that adds most, the earlier of equals. Fewest ranks first in the result.
     """
@@ -132,5 +157,5 @@ def covering(candidates: Iterable[Layout]) -> list[Layout]:
 
 
 def _pairs(layout: Layout) -> set[object]:
-    shape = ("shape", layout.dp, layout.tp, layout.pp, layout.cp)
+    shape = ("shape", layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
     return {shape, *combinations(traits(layout), 2)}

@@ -6,10 +6,12 @@ training, as the optimizer's are. What changes a model's output (scores, groups,
 
 from __future__ import annotations
 
-from typing import Literal
+from math import ceil
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from fivefold.core.model_spec import MoESpec
 from fivefold.core.value import Value
 
 Balance = Literal["sequence", "batch"]
@@ -29,6 +31,42 @@ class RouterConfig(Value):
     """ST-MoE has 0.001."""
     bias_speed: float = Field(default=0.0, ge=0, le=1e3)
     """How far a step moves each selection bias, in models that have them; DeepSeek-V3 has 0.001."""
+    capacity_factor: float | None = Field(default=None, gt=0, le=1e3)
+    """An expert takes the first ceil(f K S / E) tokens of a sequence of S that choose it; null: all of them."""
+    capacity: Literal["drop", "pad"] = "drop"
+    """What travels to an expert that fewer tokens choose: these alone, or rows up to its capacity."""
+
+    @model_validator(mode="after")
+    def _capacity_acts(self) -> Self:
+        if self.capacity == "pad" and self.capacity_factor is None:
+            raise ValueError(
+                "capacity=pad does nothing without a capacity_factor; set it, or leave capacity out"
+            )
+        return self
+
+    def capacity_of(self, moe: MoESpec, seq_len: int) -> int | None:
+        """Tokens of one sequence that an expert takes; None: no limit.
+
+        Formula: ceil(f K S / E), at most S. Source: Fedus et al. 2021, arXiv:2101.03961, eq. 3, for each sequence.
+        """
+        if self.capacity_factor is None:
+            return None
+        return min(seq_len, ceil(self.capacity_factor * moe.top_k * seq_len / moe.experts))
+
+    @property
+    def keeps_load(self) -> bool:
+        """Whether a loss reads how busy the experts were in the step before."""
+        return self.balance == "batch" and self.balance_coefficient > 0
+
+    @property
+    def joins_sequences(self) -> bool:
+        """Whether a loss reads what all tokens of a sequence chose, on whichever ranks they are."""
+        return self.balance == "sequence" and self.balance_coefficient > 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a loss is a mean over all tokens of the global batch."""
+        return self.z_coefficient > 0 or self.keeps_load
 
     @property
     def has_losses(self) -> bool:

@@ -17,6 +17,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, parameters
 from fivefold.errors import LayoutError
 from fivefold.strategies.context import rules as context
+from fivefold.strategies.context.order import Spans, local_spans, section
 from fivefold.strategies.data import rules as data
 from fivefold.strategies.expert import rules as expert
 from fivefold.strategies.pipeline import rules as pipeline
@@ -103,14 +104,18 @@ def predict_events(plan: Plan, rank: int, routed: expert.Counts | None = None) -
     held = [row.held for row in rows]
     events += tensor.predict_gradient_sums(held, layout, grad_dtype, grad_itemsize)
     events += pipeline.predict_tie(held, layout, grad_dtype, grad_itemsize)
-    return events + _predict_scalars(layout, experts=bool(expert.routed_layers(plan.model)))
+    events += expert.predict_numbers(plan.model, layout, execution.router)
+    return events + _predict_scalars(plan)
 
 
 def _predict_experts(plan: Plan, rank: int, layers: range, routed: expert.Counts | None) -> Events:
     """Dispatch and combine in these layers, microbatch by microbatch: each has rows of its own."""
-    layout, execution = plan.layout, plan.execution
-    tokens = execution.micro_batch * plan.workload.seq_len // layout.cp
-    tokens = tokens // layout.tp if layout.sequence_parallel else tokens
+    layout, execution, seq_len = plan.layout, plan.execution, plan.workload.seq_len
+    numbers = expert.Numbers(
+        sequences=execution.micro_batch, seq_len=seq_len, pieces=max(map(len, shared_tokens(layout, seq_len))),
+        hidden=plan.model.hidden, dtype=execution.dtype, itemsize=execution.itemsize_bytes, router=execution.router,
+    )  # fmt: skip
+    tokens = execution.micro_batch * expert.tokens_here(layout, seq_len)
     events: Events = Counter()
     for layer, moe in expert.routed_layers(plan.model).items():
         for j in range(microbatches(plan.workload, layout, execution)) if layer in layers else ():
@@ -119,22 +124,33 @@ def _predict_experts(plan: Plan, rank: int, layers: range, routed: expert.Counts
                 if routed is None
                 else expert.dispatched(layout, rank, layer, j, routed)
             )
-            events += expert.predict_layer(
-                moe, layout, rows, tokens=tokens, hidden=plan.model.hidden,
-                dtype=execution.dtype, itemsize=execution.itemsize_bytes,
-            )  # fmt: skip
+            events += expert.predict_layer(moe, layout, rows, numbers)
     return events
 
 
-def _predict_scalars(layout: Layout, *, experts: bool) -> Events:
+def shared_tokens(layout: Layout, seq_len: int) -> list[Spans]:
+    """The places of the tokens that each rank holds of the same sequences: tp under SP, then cp, the first fastest."""
+    found = []
+    for cp in range(layout.cp):
+        spans = local_spans(seq_len, layout, cp)
+        parts = layout.tp if layout.sequence_parallel else 1
+        size = seq_len // layout.cp // parts
+        found += [section(spans, part * size, (part + 1) * size) for part in range(parts)]
+    return found
+
+
+def _predict_scalars(plan: Plan) -> Events:
     """The few numbers that every step agrees on, 8 bytes each.
 
-    metrics: the count of valid tokens (data) before the step; the sum of losses (data, then pp) after it.
+    metrics: the count of valid tokens (data) before the step, two of them where a router loss is a mean over all that
+             are no padding; the sum of losses (data, then pp) after it.
     norm:    the squared gradient norm (data where ZeRO shards, tp, then pp; world for a model with experts).
     """
+    layout, experts = plan.layout, bool(expert.routed_layers(plan.model))
     events: Events = Counter()
     if layout.data > 1:
-        events[Event("metrics", "data", "all_reduce", "int64", 8)] += 1
+        counts = 16 if experts and plan.execution.router.counts_tokens else 8
+        events[Event("metrics", "data", "all_reduce", "int64", counts)] += 1
         events[Event("metrics", "data", "all_reduce", "float64", 8)] += 1
     if layout.pp > 1:
         events[Event("metrics", "pp", "all_reduce", "float64", 8)] += 1

@@ -36,7 +36,8 @@ def legal_layouts(spec: ModelSpec, ranks: int, make: MakePlan) -> Iterator[Layou
     """All legal layouts of `ranks` ranks in the default rank order, the plainest of each shape first.
 
     Options: ZeRO stage; schedule with 2..4 chunks; placement even or by FLOPs; every cp method; with and without
-    sequence parallelism; every ep and etp of a model with experts. Hybrid groups (`zero1/8`) and explicit placements are legal besides, and not listed.
+    sequence parallelism; every ep and etp of a model with experts. Hybrid groups (`zero1/8`) and explicit placements
+    are legal besides, and not listed.
     """
     for dp, tp, pp, cp in shapes(ranks):
         kinds = (True, False)[: 1 + (tp > 1)]

@@ -25,10 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from fivefold.core.events import Event, Events
+from fivefold.core.events import Event, Events, Op, Phase
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
 from fivefold.core.model_spec import ModelSpec, MoESpec
+from fivefold.core.router import RouterConfig
 from fivefold.core.sharding import ParameterRow, Shard
 from fivefold.errors import LayoutError, nearest_numbers
 
@@ -139,40 +140,119 @@ def dispatched(layout: Layout, rank: int, layer: int, microbatch: int, counts: C
 
 def even(moe: MoESpec, layout: Layout, tokens: int) -> Rows:
     """The rows of a rank where every expert is chosen equally often: what can be said before a run."""
-    rows = tokens * moe.top_k * (1 if same_tokens(layout) else layout.etp)
+    rows = tokens * moe.top_k * _copies(layout)
     return Rows(rows, rows)
 
 
-def predict_layer(
-    moe: MoESpec, layout: Layout, rows: Rows, *, tokens: int, hidden: int, dtype: str, itemsize: int
-) -> Events:
-    """Events of one microbatch (`tokens` T of this rank) through the experts of one layer, forward and backward.
+def _copies(layout: Layout) -> int:
+    """How many ranks' tokens a rank dispatches."""
+    return 1 if same_tokens(layout) else layout.etp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the communication of a routed layer follows from, beside layout and rows."""
+
+    sequences: int
+    """b, of a microbatch."""
+    seq_len: int
+    """S, of whole sequences."""
+    pieces: int
+    """Runs of neighbouring tokens that a rank holds of a sequence, at most."""
+    hidden: int
+    dtype: str
+    itemsize: int
+    router: RouterConfig
+
+
+def tokens_here(layout: Layout, seq_len: int) -> int:
+    """Tokens of each sequence that a rank's routers see."""
+    return seq_len // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+
+
+def rows_per_expert(moe: MoESpec, layout: Layout, numbers: Numbers) -> int | None:
+    """Rows that a rank sends to each expert where they are padded to its capacity; None: as many as there are.
+
+    Formula: b min(C, tokens of a sequence here), of each rank whose tokens it dispatches.
+    """
+    capacity = numbers.router.capacity_of(moe, numbers.seq_len)
+    if capacity is None or numbers.router.capacity == "drop":
+        return None
+    return _copies(layout) * numbers.sequences * min(capacity, tokens_here(layout, numbers.seq_len))
+
+
+def predict_layer(moe: MoESpec, layout: Layout, rows: Rows, numbers: Numbers) -> Events:
+    """Events of one microbatch (T tokens of this rank) through router and experts of one layer, forward and backward.
 
     ep:   forward all-to-alls of 8 E bytes and, there and back, of R D x bytes, R the larger of the rows that leave and
-          come; backward the last two again.
+          come; backward the last two again. Padded to capacity: R is fixed, and no counts travel.
     etp:  forward all-gathers of etp T (D x + 8 K + w K) bytes and a reduce-scatter of etp T D x; backward all-gather
           and reduce-scatters of the same but for the choices. Same tokens: an all-reduce of T D x forward, all-reduces
           of T D x and T K w backward. w: at least 4 bytes.
+    What ranks with other tokens of the same sequences agree on: see `_predict_router`.
     """
-    count: Counter[tuple[str, str, str, str, int]] = Counter()
+    found = _predict_router(moe, layout, numbers)
+    dtype, tokens = numbers.dtype, numbers.sequences * tokens_here(layout, numbers.seq_len)
     wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
     if layout.ep > 1:
-        count["forward", "ep", "all_to_all", "int64", 8 * moe.experts] += 1
-        size = max(rows.sent, rows.received) * hidden * itemsize
-        for phase in ("forward", "backward"):
-            count[phase, "ep", "all_to_all", dtype, size] += 2
+        padded = rows_per_expert(moe, layout, numbers)
+        if padded is None:
+            found[Event("forward", "ep", "all_to_all", "int64", 8 * moe.experts)] += 1
+        travel = max(rows.sent, rows.received) if padded is None else padded * moe.experts
+        for phase in BOTH:
+            event = Event(phase, "ep", "all_to_all", dtype, travel * numbers.hidden * numbers.itemsize)
+            found[event] += 2
     if layout.etp > 1:
-        copies = 1 if same_tokens(layout) else layout.etp
-        x, weights = copies * tokens * hidden * itemsize, copies * tokens * moe.top_k * wide_size
-        if copies == 1:
-            count["forward", "etp", "all_reduce", dtype, x] += 1
-            count["backward", "etp", "all_reduce", dtype, x] += 1
-            count["backward", "etp", "all_reduce", wide, weights] += 1
+        copies = _copies(layout)
+        x, weights = (
+            copies * tokens * numbers.hidden * numbers.itemsize,
+            copies * tokens * moe.top_k * wide_size,
+        )
+        if same_tokens(layout):
+            found.update(Event(phase, "etp", "all_reduce", dtype, x) for phase in BOTH)
+            found[Event("backward", "etp", "all_reduce", wide, weights)] += 1
         else:
-            count["forward", "etp", "all_gather", "int64", copies * tokens * moe.top_k * 8] += 1
-            for phase, gathered, scattered in (("forward", 1, 0), ("backward", 0, 1)):
-                count[phase, "etp", "all_gather", dtype, x] += 1
-                count[phase, "etp", "reduce_scatter", dtype, x] += 1
-                count[phase, "etp", "all_gather", wide, weights] += gathered
-                count[phase, "etp", "reduce_scatter", wide, weights] += scattered
-    return Counter({Event(*key): n for key, n in count.items() if n})  # type: ignore[arg-type]
+            found[Event("forward", "etp", "all_gather", "int64", copies * tokens * moe.top_k * 8)] += 1
+            found[Event("forward", "etp", "all_gather", wide, weights)] += 1
+            found[Event("backward", "etp", "reduce_scatter", wide, weights)] += 1
+            found.update(Event(phase, "etp", op, dtype, x) for phase in BOTH for op in GATHER_AND_SCATTER)
+    return found
+
+
+BOTH: tuple[Phase, ...] = ("forward", "backward")
+GATHER_AND_SCATTER: tuple[Op, ...] = ("all_gather", "reduce_scatter")
+
+
+def _predict_router(moe: MoESpec, layout: Layout, numbers: Numbers) -> Events:
+    """What the routers of ranks with other tokens of the same sequences (tp under SP, and cp) agree on, forward.
+
+    Capacity: all-gathers of 4 b P E bytes a rank, over tp, then over cp. Balance by sequence: all-reduces of 8 b (E+1).
+    """
+    found: Events = Counter()
+    axes = [axis for axis in ("tp", "cp") if axis == "cp" or layout.sequence_parallel]
+    size = 4 * numbers.sequences * numbers.pieces * moe.experts
+    for axis in axes:
+        degree = layout.degree(axis)  # type: ignore[arg-type]
+        size *= degree
+        if degree > 1 and numbers.router.capacity_factor is not None:
+            found[Event("forward", axis, "all_gather", "int32", size)] += 1  # type: ignore[arg-type]
+        if degree > 1 and numbers.router.joins_sequences:
+            joined = 8 * numbers.sequences * (moe.experts + 1)
+            found[Event("forward", axis, "all_reduce", "int64", joined)] += 1  # type: ignore[arg-type]
+    return found
+
+
+def predict_numbers(spec: ModelSpec, layout: Layout, router: RouterConfig) -> Events:
+    """What a step agrees on beside the loss: the table of all routed layers (data, tp under SP, pp)."""
+    layers = routed_layers(spec)
+    found: Events = Counter()
+    if layers:
+        size = 8 * len(layers) * (max(moe.experts for moe in layers.values()) + NUMBERS_OF_A_LAYER)
+        for axis in ("data", "tp", "pp"):
+            if layout.degree(axis) > 1 and (axis != "tp" or layout.sequence_parallel):  # type: ignore[arg-type]
+                found[Event("metrics", axis, "all_reduce", "float64", size)] += 1  # type: ignore[arg-type]
+    return found
+
+
+NUMBERS_OF_A_LAYER = 5
+"""Beside the choices of each expert: tokens, dropped choices, entropy, balance and z-loss."""

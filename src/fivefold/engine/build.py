@@ -61,7 +61,10 @@ def build_chunks(
         keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
         tensor.apply(module, mesh, spec.vocab, deferred=deferred)
         context.apply(module, mesh)
-        expert.apply(module, mesh, deferred=deferred)
+        expert.apply(
+            module, mesh, router=plan.execution.router, seq_len=plan.workload.seq_len,
+            shared_tokens=compose.shared_tokens(layout, plan.workload.seq_len), deferred=deferred,
+        )  # fmt: skip
         shared = {"head.weight": embedding} if embedding is not None and chunk == layout.stages - 1 else {}
         chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values, shared))
         fill_buffers(module, buffers(spec), mesh, plan.execution.grad_dtype, values)

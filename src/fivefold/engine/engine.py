@@ -6,7 +6,7 @@
    complete those of which each tp rank holds a part          (reduce: tp)
    add those of the two copies of a tied embedding            (reduce: tie)
 4  one global norm                                            (norm: data where ZeRO shards, tp, pp; or world)
-5  agree on the loss                                          (metrics: data, pp)
+5  agree on the loss, and on what routers did                 (metrics: data, tp, pp)
 6  clip and update what is held here, if both are finite      (optimizer: data where ZeRO-1 or 2 gathers)
 """
 
@@ -26,6 +26,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
 from fivefold.engine.build import ValueSource, build_chunks, initial_value
 from fivefold.engine.optimizer import clip, global_norm, make_optimizer
+from fivefold.engine.routers import LayerRouting, Routers
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
@@ -55,6 +56,8 @@ class StepResult:
     comm_s: dict[str, float]
     """Axis -> seconds that this rank could do nothing but wait for communication."""
     trace: Trace
+    routing: dict[int, LayerRouting]
+    """What the routers did, by layer of the whole model; empty for a model without experts."""
 
 
 class Engine:
@@ -103,6 +106,7 @@ class Engine:
         self._tied = plan.model.tied_embeddings and plan.layout.pp > 1 and {first, last} <= self.chunks.keys()
         self._complete: set[int] = set()
         self._experts = bool(expert.routed_layers(plan.model))
+        self.routers = Routers(plan, mesh, self.chunks) if self._experts else None
         self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
         """Called with the complete gradients, before clipping: where verification looks."""
 
@@ -113,6 +117,8 @@ class Engine:
         mesh.clock.seconds(reset=True)
         batches = [load(j) for j in range(self.microbatches)]
         valid = self._count_valid(batches)
+        if self.routers is not None:
+            self.routers.begin(scale=1.0)
         scale_dtype = torch.promote_types(self.dtype, torch.float32)
         loss, trace = self.pipeline.run(batches, 1.0 / valid.to(scale_dtype))
         gradients = self._complete_gradients()
@@ -120,6 +126,7 @@ class Engine:
             self.after_backward(gradients)
         norm = global_norm(gradients, mesh, experts=self._experts)
         total = self._agree_on_loss(loss)
+        routing = {} if self.routers is None else self.routers.finish()
         mesh.phase = "optimizer"
         norm_value, loss_value = float(norm), float(total / valid)
         updated = math.isfinite(norm_value) and math.isfinite(loss_value)
@@ -129,6 +136,8 @@ class Engine:
             if self.clip_norm is not None:
                 clip(gradients, norm, self.clip_norm)
             self.data.step(lr)
+            if self.routers is not None:
+                self.routers.update()
         mesh.device.synchronize()
         return StepResult(
             loss=loss_value,
@@ -138,6 +147,7 @@ class Engine:
             step_s=time.perf_counter() - started,
             comm_s=mesh.clock.seconds(),
             trace=trace,
+            routing=routing,
         )
 
     def evaluate(self, load: LoadMicrobatch) -> tuple[float, int]:
@@ -169,9 +179,15 @@ class Engine:
                 self.data.reduce(end)
 
     def _count_valid(self, batches: list[Microbatch]) -> Tensor:
-        """Valid tokens of the global batch, at least 1."""
+        """Valid tokens of the global batch, at least 1; where routers need it, their tokens are counted as well."""
         self.mesh.phase = "metrics"
-        return self.mesh.axis("data").all_reduce(_valid_tokens(batches)).clamp(min=1)
+        counts = _valid_tokens(batches)
+        if self.routers is None or not self.routers.counts_tokens:
+            return self.mesh.axis("data").all_reduce(counts).clamp(min=1)
+        tokens = sum(batch.tokens_BS.numel() - batch.padding for batch in batches)
+        both = self.mesh.axis("data").all_reduce(torch.stack((counts, torch.full_like(counts, tokens))))
+        self.routers.tokens = both[1].clamp(min=1)
+        return both[0].clamp(min=1)
 
     def _complete_gradients(self) -> list[tuple[ParameterRow, Tensor]]:
         self.mesh.phase = "reduce"

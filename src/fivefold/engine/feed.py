@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fivefold.core.model_spec import MoESpec
 from fivefold.core.plan import Plan
@@ -39,21 +38,25 @@ def feed(dataset: Dataset, plan: Plan, mesh: Mesh, step: int) -> Callable[[int],
             global_batch=plan.workload.global_batch,
         )
         microbatch = to_device(batch, mesh.device, here, separate_documents=plan.workload.separate_documents)
-        return replace(microbatch, valid_BS=_valid(batch, plan, mesh, here)) if routed else microbatch
+        return _without_padding(microbatch, batch, plan, mesh, here) if routed else microbatch
 
     routed = any(isinstance(block.mlp, MoESpec) for block in plan.model.blocks)
     return load
 
 
-def _valid(batch: Batch, plan: Plan, mesh: Mesh, here: Ints | None) -> Tensor | None:
-    """Which tokens are no padding, of those whose hidden states this rank holds: S/cp, under SP S/cp/tp."""
+def _without_padding(
+    microbatch: Microbatch, batch: Batch, plan: Plan, mesh: Mesh, here: Ints | None
+) -> Microbatch:
+    """With what is no padding, of the tokens whose hidden states this rank holds: S/cp, under SP S/cp/tp."""
     valid = batch.document_ids_BS >= 0
     if valid.all():
-        return None
+        return microbatch
     valid = valid if here is None else valid[:, here]
+    padding = int((~valid).sum())
     if plan.layout.sequence_parallel:
         valid = np.split(valid, plan.layout.tp, axis=1)[mesh.coordinate["tp"]]
-    return torch.from_numpy(np.ascontiguousarray(valid)).to(mesh.device.device, non_blocking=True)
+    valid_BS = torch.from_numpy(np.ascontiguousarray(valid)).to(mesh.device.device, non_blocking=True)
+    return replace(microbatch, valid_BS=valid_BS, padding=padding)
 
 
 def to_device(

@@ -72,9 +72,16 @@ class Routers:
             if plan.execution.router.has_losses:
                 router.losses = self._losses(layer)
         self.counting = False
+        self.tokens: Tensor | float = 1.0
+        """Of the global batch of a step, padding aside."""
 
-    def begin(self, tokens: int | Tensor, scale: float) -> None:
-        """Before a step. `tokens`: of its global batch, padding aside; `scale`: what all gradients are multiplied by."""
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether `tokens` is needed before a step."""
+        return self.plan.execution.router.counts_tokens
+
+    def begin(self, *, scale: float) -> None:
+        """Before a step. `scale`: what its gradients are multiplied by."""
         self.counting = True
         for layer, router in self.routers.items():
             width = self.spec[layer].experts + len(NUMBERS)
@@ -82,7 +89,7 @@ class Routers:
             if router.losses is not None:
                 router.losses.reset()
                 router.losses.per_sequence = 1.0 / self.plan.workload.global_batch
-                router.losses.per_token = 1.0 / tokens
+                router.losses.per_token = 1.0 / self.tokens
                 router.losses.gradient_scale = scale
 
     def finish(self) -> dict[int, LayerRouting]:
@@ -122,7 +129,7 @@ class Routers:
                 router.losses.load_E.copy_(load(chosen, router.losses.load_E.dtype))
 
     def buffers(self) -> list[tuple[ParameterRow, Tensor]]:
-        """What the routers keep between two steps beside parameters: a checkpoint holds it, and it is loaded in place."""
+        """What routers keep between steps beside parameters: what a checkpoint holds, and is loaded into in place."""
         found = []
         for row in buffers(self.plan.model):
             router = self.routers.get(int(row.name.split(".")[1]))
@@ -142,7 +149,7 @@ class Routers:
         return losses
 
     def _join(self, counts: Tensor) -> Tensor:
-        """Add up the counts of ranks that hold other tokens of the same sequences. Comm: all-reduces over tp (SP), cp."""
+        """Add up what ranks with other tokens of the same sequences have. Comm: all-reduces over tp (SP) and cp."""
         if self.plan.layout.sequence_parallel:
             self.mesh.axis("tp").all_reduce(counts)
         return self.mesh.axis("cp").all_reduce(counts)

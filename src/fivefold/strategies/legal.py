@@ -46,10 +46,9 @@ def legal_layouts(spec: ModelSpec, ranks: int, make: MakePlan) -> Iterator[Layou
             for cut in experts[sp]:
                 edp = dp * cp * tp // (cut["ep"] * cut["etp"]) if cut else 1
                 for zero in _zeros(max(dp * cp, edp)):
+                    options: dict[str, object] = {"zero": zero, **pipeline, **context, **cut}
                     try:
-                        layout = Layout(
-                            dp=dp, tp=tp, pp=pp, cp=cp, sp=sp, zero=zero, **pipeline, **context, **cut
-                        )  # type: ignore[arg-type]
+                        layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, sp=sp, **options)  # type: ignore[arg-type]
                     except UserError:
                         continue
                     if why_not(layout, make) is None:

@@ -1,14 +1,17 @@
-"""Expert parallelism acts on a finished model: routed experts are found by role and replaced, all else stays."""
+"""Expert parallelism acts on a finished model: experts and routers are found by role, experts replaced if need be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from fivefold.core.router import RouterConfig
+from fivefold.nn.moe import Router
 from fivefold.nn.roles import DECODER_ROLES, modules_with_role, replace_module
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
+from fivefold.strategies.expert.capacity import Limit, Pieces, Spans
 from fivefold.strategies.expert.dispatch import Cut, DispatchedExperts
 from fivefold.strategies.expert.rules import same_tokens
 
@@ -18,13 +21,25 @@ def apply(
     mesh: Mesh,
     roles: Mapping[str, str] = DECODER_ROLES,
     *,
+    router: RouterConfig,
+    seq_len: int,
+    shared_tokens: Sequence[Spans],
     deferred: DeferredGradients | None = None,
 ) -> None:
-    """Replace the experts of every routed layer. At ep = etp = 1 nothing is touched.
+    """Replace the experts of every routed layer, and limit their capacity. At ep = etp = 1 nothing is replaced.
 
-    `deferred`: where a zero-bubble schedule collects weight gradients; experts are replaced even at degree 1 then.
+    `shared_tokens`: the places of the tokens of all ranks that hold the same sequences: tp under sequence parallelism,
+    then cp, the first fastest. `deferred`: where a zero-bubble schedule collects weight gradients; experts are replaced
+    even at degree 1 then.
     """
     layout = mesh.layout
+    axes = [mesh.axis("tp")] if layout.sequence_parallel else []
+    pieces = Pieces(shared_tokens, [axis for axis in (*axes, mesh.axis("cp")) if axis.degree > 1])
+    for _, module in modules_with_role(model, "router", roles):
+        assert isinstance(module, Router)
+        capacity = router.capacity_of(module.spec, seq_len)
+        if capacity is not None:
+            module.register_forward_hook(Limit(module.spec.experts, capacity, pieces))
     if layout.ep * layout.etp == 1 and deferred is None:
         return
     cut = Cut(mesh.axis("ep"), mesh.axis("etp"), same_tokens(layout), deferred)

@@ -1,9 +1,9 @@
 """An expert takes the first C tokens of each sequence that choose it, wherever these tokens are.
 
 Priority is the place in the sequence (GShard, arXiv:2006.16668, algorithm 1, counts in that order too), and the limit
-is per sequence, so that neither microbatches nor ranks decide who is dropped. Ranks that hold parts of the same sequences
-(cp, and tp under sequence parallelism) exchange how many of their tokens chose each expert, piece by piece: a piece is
-a run of neighbouring tokens on one rank, and what comes before it in the sequence may be on any rank.
+is per sequence, so that neither microbatches nor ranks decide who is dropped. Ranks that hold parts of the same
+sequences (cp, and tp under sequence parallelism) exchange how many of their tokens chose each expert, piece by piece: a
+piece is a run of neighbouring tokens on one rank, and what comes before it in the sequence may be on any rank.
 
 Comm (forward): all-gathers of B*P*E counts over tp (SP) and then over cp, P pieces a rank; none where nothing is cut.
 
@@ -31,10 +31,16 @@ Spans = tuple[range, ...]
 class Pieces:
     """Which tokens of each sequence the ranks hold that share it. `axes`: of these ranks, the fastest first."""
 
-    mine: Spans
     all: Sequence[Spans]
     """Of every rank, in the order in which gathers over `axes` bring them: the last axis slowest."""
     axes: Sequence[Axis]
+
+    @property
+    def mine(self) -> Spans:
+        place, stride = 0, 1
+        for axis in self.axes:
+            place, stride = place + axis.index * stride, stride * axis.degree
+        return self.all[place]
 
     @property
     def count(self) -> int:

@@ -249,8 +249,8 @@ def predict_numbers(spec: ModelSpec, layout: Layout, router: RouterConfig) -> Ev
     if layers:
         size = 8 * len(layers) * (max(moe.experts for moe in layers.values()) + NUMBERS_OF_A_LAYER)
         for axis in ("data", "tp", "pp"):
-            if layout.degree(axis) > 1 and (axis != "tp" or layout.sequence_parallel):  # type: ignore[arg-type]
-                found[Event("metrics", axis, "all_reduce", "float64", size)] += 1  # type: ignore[arg-type]
+            if layout.degree(axis) > 1 and (axis != "tp" or layout.sequence_parallel):
+                found[Event("metrics", axis, "all_reduce", "float64", size)] += 1
     return found
 
 

@@ -35,6 +35,8 @@ class Microbatch:
     """What attention hides beside what comes after a token; of the whole sequence."""
     valid_BS: Tensor | None = None
     """Which tokens are no padding; only those whose hidden states this rank holds. None: all."""
+    padding: int = 0
+    """How many of `tokens_BS` are padding, for the routers of a mixture of experts."""
 
 
 COMPUTE = ("F", "B", "I", "W")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from source_tree import PACKAGE, Source, imports, imports_of, sources
 
@@ -67,18 +69,20 @@ def strategy(module: str) -> str | None:
 
 
 def level_faults(source: Source) -> list[str]:
-    """Imports of the same or a higher level."""
+    """Imports of the same or a higher level. The package itself imports when a name is asked for, not before."""
     here = unit(source.module)
+    if here == "":
+        started = {node.lineno for node in source.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))}
+        found_at_start = [one for one in imports_of(source, "fivefold") if one.line in started]
+        return [f"{source.path}:{one.line}: imports {one.module} at its start" for one in found_at_start]
     faults = []
     for found in imports_of(source, "fivefold"):
         there = unit(found.module)
         if there == here or there not in LEVELS:
             continue  # `from fivefold import __version__` names no folder
-        if here == "" or LEVELS[there] >= LEVELS[here]:
+        if LEVELS[there] >= LEVELS[here]:
             where = f"{source.path}:{found.line}"
-            faults.append(
-                f"{where}: {here or 'fivefold'} (level {LEVELS.get(here)}) imports {there} ({LEVELS[there]})"
-            )
+            faults.append(f"{where}: {here} (level {LEVELS[here]}) imports {there} ({LEVELS[there]})")
     return faults
 
 

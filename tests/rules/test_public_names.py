@@ -47,5 +47,17 @@ def test_the_tree_at_the_top_of_the_file_names_every_error():
     assert all(name in drawn for name in ERRORS)
 
 
+NAMES = (
+    "Layout", "OptimizerConfig", "Parallel", "empty_parameters", "parallelize", "run_ranks", "verify_model",
+)  # fmt: skip
+
+
+def test_the_package_has_these_names():
+    assert sorted(NAMES) == sorted(set(fivefold.__all__) - {"__version__"})
+    assert all(getattr(fivefold, name).__name__ == name for name in NAMES)
+    with pytest.raises(AttributeError, match="no attribute 'paralelize'"):
+        fivefold.paralelize  # noqa: B018
+
+
 def test_the_version_is_a_version():
     assert [part.isdigit() for part in fivefold.__version__.split(".")] == [True] * 3

@@ -73,6 +73,11 @@ def test_the_command_starts_fast(command, tmp_path):
     )
 
 
+def test_the_package_does_not_load_torch(tmp_path):
+    done = run_python(f"import sys, fivefold; {LOADED}", folder=str(tmp_path))
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
 def test_torch_free_modules_do_not_load_torch(tmp_path):
     """All of them in one process: whoever loads torch, directly or through another, is found by asking one by one."""
     modules = [source.module for source in sources() if is_torch_free(source.module)]

@@ -26,7 +26,9 @@ Role = Literal[
     "embedding", "head", "norm", "head_norm",
     "q", "k", "v", "attention_output", "gate", "up", "down",
     "router", "selection_bias", "expert_gate", "expert_up", "expert_down", "shared_gate",
+    "positions", "whole",
 ]  # fmt: skip
+"""The last two are of modules that are not ours: a table of learned positions, and what is never cut."""
 
 INIT_STD = 0.02
 
@@ -72,7 +74,7 @@ class ParameterRow:
             ".".join(parts[:2])
             if parts[0] == "layers"
             else "embedding"
-            if parts[0] == "embedding"
+            if parts[0] in ("embedding", "positions")
             else "head"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -12,17 +11,13 @@ from torch import Tensor, nn
 from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, buffers
-from fivefold.nn.decoder import Decoder
+from fivefold.engine.model import Model, Native
 from fivefold.nn.init import make_shard
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.memory import unfilled
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
-from fivefold.strategies.context import apply as context
-from fivefold.strategies.expert import apply as expert
-from fivefold.strategies.pipeline.apply import keep_stage
 from fivefold.strategies.pipeline.placement import stage_layers
-from fivefold.strategies.tensor import apply as tensor
 
 Pairs = list[tuple[ParameterRow, nn.Parameter]]
 
@@ -39,6 +34,7 @@ def build_chunks(
     noise: float = 0.0,
     weights: ValueSource | None = None,
     deferred: DeferredGradients | None = None,
+    model: Model | None = None,
 ) -> dict[int, tuple[nn.Module, Pairs]]:
     """This rank's chunks: virtual stage -> (module, its parameters with their rows).
 
@@ -47,27 +43,22 @@ def build_chunks(
     the parameters get no values and no memory, as data parallelism gathers them.
     `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification).
     `weights`: where the values come from; None: the seed. `deferred`: for schedules with W actions.
+    `model`: what is cut; None: our decoder.
     """
     spec, layout = plan.model, plan.layout
-    with torch.device("meta"):
-        whole = Decoder(spec)
-    table = compose.parameter_table(spec, layout, plan.workload.seq_len)
+    model = model or Native(spec)
+    table = compose.parameter_table(spec, layout, plan.workload.seq_len, model.rows)
     layers = stage_layers(spec, layout, plan.workload.seq_len)
     values = weights or partial(initial_value, seed=seed, noise=noise)
     chunks: dict[int, tuple[nn.Module, Pairs]] = {}
     embedding: nn.Parameter | None = None
     for chunk, rows in compose.rows_of(table, layout, mesh.coordinate["pp"]).items():
-        module = copy.deepcopy(whole)
-        keep_stage(module, layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1)
-        tensor.apply(module, mesh, spec.vocab, deferred=deferred)
-        context.apply(module, mesh)
-        expert.apply(
-            module, mesh, router=plan.execution.router, seq_len=plan.workload.seq_len,
-            shared_tokens=compose.shared_tokens(layout, plan.workload.seq_len), deferred=deferred,
-        )  # fmt: skip
-        shared = {"head.weight": embedding} if embedding is not None and chunk == layout.stages - 1 else {}
+        last = chunk == layout.stages - 1
+        module = model.chunk(plan, layers[chunk], first=chunk == 0, last=last, mesh=mesh, deferred=deferred)
+        shared = {"head.weight": embedding} if embedding is not None and last else {}
         chunks[chunk] = (module, materialise(module, rows, mesh, plan.execution.dtype, values, shared))
-        fill_buffers(module, buffers(spec), mesh, plan.execution.grad_dtype, values)
+        if model.rows is None:  # buffers of another module are as they are
+            fill_buffers(module, buffers(spec), mesh, plan.execution.grad_dtype, values)
         if chunk == 0 and spec.tied_embeddings:
             embedding = module.get_parameter("embedding.weight")
     return chunks

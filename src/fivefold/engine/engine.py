@@ -25,6 +25,7 @@ from fivefold.core.execution import microbatches
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
 from fivefold.engine.build import ValueSource, build_chunks, initial_value
+from fivefold.engine.model import Model, Native
 from fivefold.engine.optimizer import clip, global_norm, make_optimizer
 from fivefold.engine.routers import LayerRouting, Routers
 from fivefold.runtime.deferred import DeferredGradients
@@ -63,20 +64,31 @@ class StepResult:
 class Engine:
     """This rank's part of a model under a plan, ready to train.
 
+    `model`: what is trained; None: our decoder of the plan's sizes.
     Raises: UserError before anything is built if the plan cannot be run.
     """
 
     def __init__(
-        self, plan: Plan, mesh: Mesh, *, seed: int, noise: float = 0.0, weights: ValueSource | None = None
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        seed: int,
+        noise: float = 0.0,
+        weights: ValueSource | None = None,
+        model: Model | None = None,
     ) -> None:
-        compose.check(plan)
+        model = model or Native(plan.model)
+        model.check(plan)
         self.plan, self.mesh = plan, mesh
+        self.table = compose.parameter_table(plan.model, plan.layout, plan.workload.seq_len, model.rows)
+        """All parameters of the model under the plan's layout."""
         self._make_axes()
         self.microbatches = microbatches(plan.workload, plan.layout, plan.execution)
         lists = all_actions(plan.layout, self.microbatches, custom=plan.execution.actions)
         deferred = DeferredGradients() if any("W" in {a.kind for a in actions} for actions in lists) else None
         values = weights or partial(initial_value, seed=seed, noise=noise)
-        built = build_chunks(plan, mesh, seed=seed, weights=values, deferred=deferred)
+        built = build_chunks(plan, mesh, seed=seed, weights=values, deferred=deferred, model=model)
         self.chunks: dict[int, nn.Module] = {chunk: module for chunk, (module, _) in built.items()}
         self.parameters = {chunk: pairs for chunk, (_, pairs) in built.items()}
         optimizer = plan.execution.optimizer
@@ -215,17 +227,16 @@ class Engine:
     def _make_axes(self) -> None:
         """Make every process group now, the same ones in the same order on all ranks (see `Mesh`)."""
         layout = self.plan.layout
-        table = compose.parameter_table(self.plan.model, layout, self.plan.workload.seq_len)
         for axis in ("tp", "data", "pp"):
             self.mesh.axis(axis)
-        for size in sorted({row.sums["tp"] for row in table if row.sums.get("tp")}):  # type: ignore[type-var]
+        for size in sorted({row.sums["tp"] for row in self.table if row.sums.get("tp")}):  # type: ignore[type-var]
             self.mesh.axis("tp", size)
         self.mesh.axis("data", layout.data_shards)
         self.mesh.axis("data", layout.data_shards, across=True)
         context.axes(self.mesh)
-        if any(row.mesh == "expert" for row in table):
+        if any(row.mesh == "expert" for row in self.table):
             self._make_expert_axes()
-        if any("tie" in row.sums for row in table):
+        if any("tie" in row.sums for row in self.table):
             self.mesh.axis("tie")
 
     def _make_expert_axes(self) -> None:

@@ -30,8 +30,13 @@ from fivefold.units import MIB
 
 def check(plan: Plan) -> None:
     """Whether this plan can be run. Raises: ModelError, LayoutError or WorkloadError with the numbers."""
+    require_plain_decoder(plan.model)
+    check_cut(plan)
+
+
+def check_cut(plan: Plan) -> None:
+    """Whether a model of these sizes can be cut so, whoever computes it. Raises: LayoutError or WorkloadError."""
     spec, layout = plan.model, plan.layout
-    require_plain_decoder(spec)
     if plan.workload.seq_len > spec.max_positions:
         raise LayoutError(
             f"sequence length {plan.workload.seq_len} exceeds the {spec.max_positions} positions of {spec.name}"
@@ -49,9 +54,15 @@ def check(plan: Plan) -> None:
         data.check_schedule(layout, kinds, experts=bool(expert.routed_layers(spec)))
 
 
-def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[ParameterRow, ...]:
-    """All parameters of the model under this layout, one row for each copy that a stage owns."""
-    rows = pipeline.place(parameters(spec), spec, layout, seq_len)
+Rows = tuple[ParameterRow, ...]
+
+
+def parameter_table(spec: ModelSpec, layout: Layout, seq_len: int, rows: Rows | None = None) -> Rows:
+    """All parameters of the model under this layout, one row for each copy that a stage owns.
+
+    `rows`: those of a module that is not ours, on one device, whose sizes `spec` has; None: our decoder's.
+    """
+    rows = pipeline.place(rows or parameters(spec), spec, layout, seq_len)
     return tuple(data.place(expert.place(tensor.place(row, spec, layout), layout), layout) for row in rows)
 
 
@@ -62,21 +73,24 @@ def rows_of(table: tuple[ParameterRow, ...], layout: Layout, pp_rank: int) -> di
     }
 
 
-def predict_events(plan: Plan, rank: int, routed: expert.Counts | None = None) -> Events:
+def predict_events(
+    plan: Plan, rank: int, rows: Rows | None = None, routed: expert.Counts | None = None
+) -> Events:
     """Every collective, send and receive of one training step on one rank (set-up apart).
 
+    `rows`: as for `parameter_table`.
     `routed`: what the routers chose in that step, on which the bytes of a dispatch depend; None: all experts alike.
     Raises: as `check`, for a plan that cannot be run.
     """
-    check(plan)
+    check(plan) if rows is None else check_cut(plan)
     layout, execution = plan.layout, plan.execution
     pp_rank = layout.coordinate(rank)["pp"]
     count = microbatches(plan.workload, layout, execution)
     tokens = execution.micro_batch * plan.workload.seq_len // layout.cp
     dtype, itemsize = execution.dtype, execution.itemsize_bytes
     grad_dtype, grad_itemsize = execution.grad_dtype, execution.grad_itemsize_bytes
-    chunks = rows_of(parameter_table(plan.model, layout, plan.workload.seq_len), layout, pp_rank)
-    rows = [row for chunk in chunks.values() for row in chunk]
+    chunks = rows_of(parameter_table(plan.model, layout, plan.workload.seq_len, rows), layout, pp_rank)
+    own = [row for chunk in chunks.values() for row in chunk]
     layers = stage_layers(plan.model, layout, plan.workload.seq_len)
     actions = rank_actions(layout, pp_rank, count, custom=execution.actions)
     numbers = data.Numbers(
@@ -87,7 +101,7 @@ def predict_events(plan: Plan, rank: int, routed: expert.Counts | None = None) -
     for chunk, chunk_rows in chunks.items():
         passes = tensor.predict_chunk(
             plan.model, layout, layers=layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1,
-            tokens=tokens, dtype=dtype, itemsize=itemsize,
+            tokens=tokens, dtype=dtype, itemsize=itemsize, keeps_gathered=rows is not None,
         )  # fmt: skip
         passes += context.predict_chunk(
             plan.model, layout, layers=layers[chunk], tokens=tokens, dtype=dtype, itemsize=itemsize
@@ -101,7 +115,7 @@ def predict_events(plan: Plan, rank: int, routed: expert.Counts | None = None) -
         tokens=tokens // layout.tp if layout.sequence_parallel else tokens,
         hidden=plan.model.hidden, dtype=dtype, itemsize=itemsize,
     )  # fmt: skip
-    held = [row.held for row in rows]
+    held = [row.held for row in own]
     events += tensor.predict_gradient_sums(held, layout, grad_dtype, grad_itemsize)
     events += pipeline.predict_tie(held, layout, grad_dtype, grad_itemsize)
     events += expert.predict_numbers(plan.model, layout, execution.router)

@@ -22,13 +22,15 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
     """
     found: dict[str, dict[tuple[str, ...], list[int]]] = {}
     for rank, seen in enumerate(observations):
-        plain = compose.predict_events(plan, rank)
+        plain = compose.predict_events(plan, rank, seen.rows)
         steps_of: dict[str, list[str]] = {}
         for step, events in seen.events.items():
             routed = [other.routed.get(step, {}) for other in observations]
             # The bytes of a dispatch follow from what the routers chose in this step.
             counts = counts_of(routed, plan)
-            predicted = compose.predict_events(plan, rank, counts) if seen.routed.get(step) else plain
+            predicted = (
+                compose.predict_events(plan, rank, seen.rows, counts) if seen.routed.get(step) else plain
+            )
             for line in difference(predicted, without_setup(events)):
                 steps_of.setdefault(line, []).append(step)
         for line, steps in steps_of.items():

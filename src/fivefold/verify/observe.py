@@ -28,6 +28,7 @@ from fivefold.data.batches import Dataset
 from fivefold.engine.build import ValueSource
 from fivefold.engine.engine import Engine, LoadMicrobatch
 from fivefold.engine.feed import feed
+from fivefold.engine.own import OwnModel
 from fivefold.nn.moe import Routing
 from fivefold.nn.roles import modules_with_role
 from fivefold.runtime.launch import Rank
@@ -73,22 +74,37 @@ class Observation:
     """The ledger of every step, by run and step: `sgd step 1`."""
     routed: dict[str, Routed] = field(default_factory=dict)
     """The experts that the tokens of every step went to, by run and step."""
+    rows: tuple[ParameterRow, ...] | None = None
+    """The parameters on one device, of a module that is not ours."""
 
 
 def observe(
-    rank: Rank, plan: Plan, dataset: Dataset, *, seed: int, steps: int, weights: ValueSource | None = None
+    rank: Rank,
+    plan: Plan,
+    dataset: Dataset,
+    *,
+    seed: int,
+    steps: int,
+    weights: ValueSource | None = None,
+    make_own: Callable[[], OwnModel] | None = None,
 ) -> Observation:
     """Train `steps` steps with SGD and, from the same start, with AdamW; look at everything on the way.
 
     Loss, gradient norm and communication of every step; what is large (activations, logits, gradients, weights,
     moments) of the first step and of the last. `weights`: where the initial values come from; None: the seed.
+    `make_own`: makes the module that is trained, with its own values; None: our decoder.
     """
     seen = Observation()
     mesh = Mesh(plan.layout, rank.rank, rank.device)
     for name in OPTIMIZERS:
         optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)
         execution = plan.execution.replace(optimizer=optimizer)
-        engine = Engine(plan.replace(execution=execution), mesh, seed=seed, noise=NOISE, weights=weights)
+        own = make_own() if make_own else None
+        values = own.values if own else weights
+        engine = Engine(
+            plan.replace(execution=execution), mesh, seed=seed, noise=NOISE, weights=values, model=own
+        )
+        seen.rows = own.rows if own else None
         if name == "sgd":
             seen.pieces += [
                 _parameter_piece("initial", row, w, engine, None) for row, w in engine.data.weights()
@@ -122,9 +138,14 @@ def kept_moments(plan: Plan, step: int) -> tuple[str, ...]:
     return MOMENTS if step == 1 or plan.execution.dtype == "float64" else ()
 
 
-def required(plan: Plan, steps: int) -> Iterator[tuple[str, str]]:
-    """(quantity, name) of all that the ranks of any layout must have seen together: a model has nothing less."""
-    names = [row.name for row in parameters(plan.model)]
+def required(
+    plan: Plan, steps: int, rows: tuple[ParameterRow, ...] | None = None
+) -> Iterator[tuple[str, str]]:
+    """(quantity, name) of all that the ranks of any layout must have seen together: a model has nothing less.
+
+    `rows`: its parameters; None: those of our decoder.
+    """
+    names = [row.name for row in rows or parameters(plan.model)]
     for step in kept_steps(steps):
         yield from (("inputs", f"{name} step {step}") for name in INPUTS)
         for name in ("embedding", *(f"layers.{i}" for i in range(plan.model.layers))):

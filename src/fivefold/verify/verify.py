@@ -6,7 +6,7 @@ verdict.passed, verdict.max_rel_err, verdict.cause
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
 from fivefold.core.value import Value
 from fivefold.data.batches import SyntheticDataset
+from fivefold.engine.own import OwnModel
 from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, FivefoldError
 from fivefold.runtime.device import check_device_count, device_kind
@@ -104,16 +105,25 @@ def verify(
 class Reference:
     """What one layout saw, against which any number of others are judged on the same data."""
 
-    def __init__(self, plan: Plan, *, steps: int = STEPS, seed: int, device: str) -> None:
-        check_size(plan, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
-        self.plan, self.steps, self.seed, self.device = plan, steps, seed, device
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        steps: int = STEPS,
+        seed: int,
+        device: str,
+        make_own: Callable[[], OwnModel] | None = None,
+    ) -> None:
+        """`make_own`: makes the module that is judged; None: our decoder of the plan's sizes."""
+        self.plan, self.steps, self.seed, self.device, self.make_own = plan, steps, seed, device, make_own
+        self._check_size(plan)
         observations = self._run(plan)
         self.wholes: dict[Key, Whole] = assemble(observations)
         self.faults = own_faults(plan, observations, self.wholes, steps=steps)
 
     def judge(self, plan: Plan, *, find_axis: bool = True) -> Verdict:
         """Run `plan` on the same data and compare; on failure, say why."""
-        check_size(plan, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
+        self._check_size(plan)
         observations = self._run(plan)
         verdict = judge(
             plan, observations, self.wholes, against=self.plan.layout, steps=self.steps, faults=self.faults
@@ -131,13 +141,19 @@ class Reference:
 
         return verdict.replace(cause=f"{verdict.cause}. Guilty: {name_axis(plan.layout, still_fails)}")
 
+    def _check_size(self, plan: Plan) -> None:
+        advice = "give a smaller module" if self.make_own else SHRINK
+        check_size(plan, what="verifying", advice=advice, copies=KEPT_COPIES)
+
     def _run(self, plan: Plan) -> list[Observation]:
         workload = plan.workload
         dataset = SyntheticDataset(
             plan.model.vocab, workload.seq_len, self.seed, documents=workload.separate_documents
         )
         result: list[Any] = run_ranks(
-            lambda rank: observe(rank, plan, dataset, seed=self.seed, steps=self.steps),
+            lambda rank: observe(
+                rank, plan, dataset, seed=self.seed, steps=self.steps, make_own=self.make_own
+            ),
             ranks=plan.layout.world_size,
             device=self.device,
         )
@@ -204,7 +220,9 @@ def own_faults(
     faults = []
     errors = compare(observations, wholes)
     errors.missing = [
-        key for key in required(plan, steps) if key not in wholes or not wholes[key].covered.all()
+        key
+        for key in required(plan, steps, observations[0].rows)
+        if key not in wholes or not wholes[key].covered.all()
     ]
     not_finite = [key for key, whole in wholes.items() if not np.isfinite(whole.values).all()]
     bound, not_judged = BOUNDS[plan.execution.dtype], _not_judged(plan)

@@ -25,14 +25,15 @@ def apply(model: nn.Module, mesh: Mesh, roles: Mapping[str, str] = DECODER_ROLES
     if mesh.layout.cp == 1:
         return
     for name, module in modules_with_role(model, "attention_core", roles):
-        replace_module(model, name, _parallel(module, mesh))
+        assert isinstance(module, AttentionCore)
+        replace_module(model, name, core(module.window, mesh))
 
 
-def _parallel(core: nn.Module, mesh: Mesh) -> nn.Module:
-    assert isinstance(core, AttentionCore)
+def core(window: int | None, mesh: Mesh) -> nn.Module:
+    """The attention core of this layout; at cp = 1 the plain one."""
     ring, ulysses = axes(mesh)
-    inside: nn.Module = core
+    inside: nn.Module = AttentionCore(window)
     if ring.degree > 1:
         kind = GatherCore if mesh.layout.cp_method == "gather" else RingCore
-        inside = kind(core.window, ring)
+        inside = kind(window, ring)
     return UlyssesCore(inside, ulysses) if ulysses.degree > 1 else inside

@@ -32,8 +32,8 @@ from fivefold.strategies.data.zero import Sharded
 ShardValues = Callable[[ParameterRow], Tensor]
 """The initial values of what this rank holds of a parameter: row (`held`) -> shard with padding."""
 
-MODULES = {"embedding": ("embedding",), "head": ("norm", "head")}
-"""The modules of a block, in the order of forward; a layer is its own."""
+MODULES = {"embedding": ("embedding", "positions"), "head": ("norm", "head")}
+"""The modules of a block, in the order of forward, as far as the model has them; a layer is its own."""
 
 
 class FullySharded(Sharded):
@@ -85,25 +85,32 @@ class FullySharded(Sharded):
         """Hook one unit of a chunk. `parts`, `held`: all its units and their buckets in the order of forward."""
         unit, bucket = parts[index], held[index]
         names = [name for block in sorted(unit.blocks) for name in MODULES.get(block, (block,))]
-        modules = [module.get_submodule(name) for name in names]
+        there = dict(module.named_modules())
+        modules = [there[name] for name in names if name in there]
+        ran = 0
         above = held[index + 1] if index + 1 < len(held) else None
         # The embedding with a head tied to it is the first unit, and in backward comes before the last one.
         below = held[index - 1] if (index or unit.stays) and parts[index - 1].read_in_backward else None
 
         def before_forward(_module: nn.Module, _inputs: Any) -> None:
-            self._make_whole(bucket, above)
+            self._make_whole(bucket, None if ran else above)
 
         def before_backward(_gradient: Tensor) -> None:
             self._make_whole(bucket, below)
 
         def after_forward(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
+            nonlocal ran
+            ran = (ran + 1) % len(modules)
+            if ran:
+                return
             if out.requires_grad and unit.read_in_backward:
                 out.register_hook(before_backward)
             if not unit.stays and not self.gather_once:
                 bucket.let_go()
 
-        modules[0].register_forward_pre_hook(before_forward)
-        modules[-1].register_forward_hook(after_forward)
+        for one in modules:  # in whatever order they run
+            one.register_forward_pre_hook(before_forward)
+            one.register_forward_hook(after_forward)
 
     @torch.no_grad()
     def _make_whole(self, bucket: Bucket, next_one: Bucket | None) -> None:

@@ -57,7 +57,8 @@ def place(
     placed = []
     for row in rows:
         parts = row.name.split(".")
-        stage = stage_of[int(parts[1])] if parts[0] == "layers" else 0 if row.role == "embedding" else last
+        first = row.block == "embedding"
+        stage = stage_of[int(parts[1])] if parts[0] == "layers" else 0 if first else last
         placed.append(replace(row, stage=stage))
     if spec.tied_embeddings and layout.owner_of(0) != layout.owner_of(last):
         embedding = placed[0]

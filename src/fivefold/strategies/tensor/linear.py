@@ -79,8 +79,7 @@ class RowParallel(nn.Module):
         self._cut = cut
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        y_BSO: Tensor = _RowLinear.apply(x_BSD, self.weight, self._cut)
-        return y_BSO if self.bias is None else y_BSO + self.bias
+        return row_linear(x_BSD, self.weight, self.bias, self._cut)
 
 
 def column_linear(
@@ -88,6 +87,12 @@ def column_linear(
 ) -> tuple[Tensor, ...]:
     """Apply every (weight, bias) to the same gathered input. Comm and shapes: see the head of this file."""
     return _ColumnLinear.apply(x_BSD, cut, len(weights), *weights, *biases)  # type: ignore[no-any-return]
+
+
+def row_linear(x_BSD: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
+    """Apply a weight cut by input features and sum over the axis. Comm and shapes: see the head of this file."""
+    y_BSO: Tensor = _RowLinear.apply(x_BSD, weight, cut)
+    return y_BSO if bias is None else y_BSO + bias
 
 
 class _ColumnLinear(torch.autograd.Function):

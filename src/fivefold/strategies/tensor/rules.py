@@ -111,6 +111,7 @@ def predict_chunk(
     tokens: int,
     dtype: str,
     itemsize: int,
+    keeps_gathered: bool = False,
 ) -> Events:
     """Events of one microbatch (`tokens` = b*S, under cp b*S/cp) through one virtual stage, forward and backward.
 
@@ -118,6 +119,7 @@ def predict_chunk(
 
     Per pair with SP:     forward an all-gather + a reduce-scatter, backward 2 all-gathers (one of them gathers the
                           input again, which is not kept) + a reduce-scatter, each b*S*D*x bytes.
+                          `keeps_gathered`, in a module that is not ours: it is kept, so backward has 1 all-gather.
     Per pair, nosp:       an all-reduce forward, one backward, the same bytes.
     Embedding and head:   as a row and a column; the loss adds two all-reduces of b*S and 2*b*S elements.
     """
@@ -129,7 +131,7 @@ def predict_chunk(
     if layout.sequence_parallel:
         count["forward", "all_gather"] = pairs + last
         count["forward", "reduce_scatter"] = pairs + first
-        count["backward", "all_gather"] = 2 * pairs + first + last
+        count["backward", "all_gather"] = (1 if keeps_gathered else 2) * pairs + first + last
         count["backward", "reduce_scatter"] = pairs + last
     else:
         count["forward", "all_reduce"] = pairs + first

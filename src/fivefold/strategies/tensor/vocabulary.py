@@ -29,16 +29,24 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         assert isinstance(embedding, nn.Embedding)
         self.weight = embedding.weight
-        self._axis, self._sp = cut.axis, cut.sequence_parallel
+        self._cut = cut
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        rows = self.weight.shape[0]
-        local = tokens_BS - self._axis.index * rows
-        mine = (local >= 0) & (local < rows)
-        partial = F.embedding(local.clamp(0, rows - 1), self.weight) * mine[..., None]
-        if self._sp:
-            return reduce_scatter(partial, self._axis, SEQUENCE_DIM)
-        return all_reduce(partial, self._axis)
+        return look_up(tokens_BS, self.weight, self._cut)
+
+
+def look_up(tokens_BS: Tensor, weight: Tensor, cut: Cut, padding_index: int | None = None) -> Tensor:
+    """The rows of all ranks' weights, as `VocabularyEmbedding`. The row of `padding_index` gets no gradient."""
+    rows, first = weight.shape[0], cut.axis.index * weight.shape[0]
+    local = tokens_BS - first
+    mine = (local >= 0) & (local < rows)
+    if padding_index is not None and not first <= padding_index < first + rows:
+        padding_index = None
+    index = None if padding_index is None else padding_index - first
+    partial = F.embedding(local.clamp(0, rows - 1), weight, padding_idx=index) * mine[..., None]
+    if cut.sequence_parallel:
+        return reduce_scatter(partial, cut.axis, SEQUENCE_DIM)
+    return all_reduce(partial, cut.axis)
 
 
 class VocabularyHead(nn.Module):

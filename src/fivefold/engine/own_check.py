@@ -1,0 +1,94 @@
+"""Whether the structure of a module that is not ours allows what a layout asks of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fivefold.core.layout import Layout
+from fivefold.errors import ModelError
+from fivefold.nn.own import Parts, head_dim, linear
+
+NEEDS = {
+    "attention": ("q", "k", "v", "attention_output"),
+    "mlp": ("up", "down"),
+}
+"""Block -> the linears that it must have, each as a module of its own, to be cut."""
+
+
+def check_structure(parts: Parts, layout: Layout) -> None:
+    """Raises: ModelError naming the module that does not allow a strategy, and why; one line."""
+    if layout.world_size > 1:
+        _refuse_chance(parts)
+    if layout.tp > 1:
+        asked = f"tp{layout.tp}"
+        _check_layers(parts, asked, ("attention", "mlp"))
+        _refuse_whole(parts, asked)
+        _check_embedding(parts, asked)
+    if layout.cp > 1:
+        _check_layers(parts, f"cp{layout.cp}", ("attention",))
+        if parts.positions_name is None:
+            raise ModelError(
+                f"cp{layout.cp} does not fit {parts.kind}: each rank has some tokens of a sequence, but its forward "
+                f"takes no places of tokens; give it a parameter position_ids or positions"
+            )
+
+
+def _refuse_chance(parts: Parts) -> None:
+    for name, module in parts.root.named_modules():
+        chance = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if module.training and isinstance(chance, float) and chance > 0:
+            raise ModelError(
+                f"{parts.kind}: {name} drops out with p = {chance}, which falls otherwise at every layout; set it to 0"
+            )
+
+
+def _check_layers(parts: Parts, asked: str, blocks: tuple[str, ...]) -> None:
+    for layer in range(parts.layers):
+        for block in blocks:
+            missing = [role for role in NEEDS[block] if linear(parts, layer, role) is None]
+            where = parts.own_name(f"layers.{layer}")
+            if missing or len(parts.inside(layer, block)) != 1:
+                role = (missing or [block])[0]
+                raise ModelError(
+                    f"{asked} does not fit {parts.kind}: in {where} no module has the role {role!r}; "
+                    f"the table of roles must name one, and a matrix that joins several must be split"
+                )
+        if head_dim(parts, layer) is None:
+            attention = parts.own_name(parts.inside(layer, "attention")[0])
+            raise ModelError(
+                f"{asked} does not fit {parts.kind}: {attention} does not tell how its features fall into heads; "
+                f"give it an attribute head_dim"
+            )
+
+
+def _refuse_whole(parts: Parts, asked: str) -> None:
+    for name, role in parts.roles.items():
+        if role == "whole":
+            module = parts.module(name)
+            raise ModelError(
+                f"{asked} does not fit {parts.kind}: {parts.own_name(name)} ({type(module).__name__}) has the role "
+                f"'whole', so it cannot be cut; use tp1"
+            )
+        if role != "head_norm":
+            continue
+        layer = int(name.split(".")[1])
+        for parameter in parts.module(name).parameters():
+            if parameter.shape != (head_dim(parts, layer),):
+                raise ModelError(
+                    f"{asked} does not fit {parts.kind}: {parts.own_name(name)} acts on {parameter.numel()} features, "
+                    f"not on each head alone; use tp1"
+                )
+
+
+def _check_embedding(parts: Parts, asked: str) -> None:
+    embedding = parts.module("embedding")
+    assert isinstance(embedding, nn.Embedding)
+    if type(embedding).forward is not nn.Embedding.forward:
+        reason = f"is a {type(embedding).__name__} with a forward of its own"
+    elif embedding.max_norm is not None or embedding.scale_grad_by_freq:
+        reason = "scales its rows or their gradients (max_norm, scale_grad_by_freq)"
+    else:
+        return
+    raise ModelError(
+        f"{asked} does not fit {parts.kind}: {parts.own_name('embedding')} {reason}, which cannot be cut; use tp1"
+    )

@@ -1,0 +1,161 @@
+"""The five strategies for a module that is not ours.
+
+    parallel = parallelize(model, "dp2 tp2 pp2", seq_len=1024, global_batch=16)      on every rank
+    result = parallel.step(tokens[parallel.rows], lr=1e-4)
+
+Shape letters: B sequences of this data rank, G of the global batch, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.core.cluster import Cluster
+from fivefold.core.execution import ITEMSIZE_BYTES, Execution
+from fivefold.core.layout import Layout
+from fivefold.core.optimizer import OptimizerConfig
+from fivefold.core.plan import Plan
+from fivefold.core.workload import Workload
+from fivefold.engine.engine import Engine, StepResult
+from fivefold.engine.own import OwnModel
+from fivefold.errors import LaunchError, ModelError, WorkloadError
+from fivefold.nn.layers import IGNORED
+from fivefold.runtime.device import Device, device_kind, select_device
+from fivefold.runtime.mesh import Mesh
+from fivefold.strategies.context.order import local_spans
+from fivefold.strategies.pipeline.apply import Microbatch
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout | str,
+    *,
+    seq_len: int,
+    global_batch: int,
+    micro_batch: int = 1,
+    roles: Mapping[str, str] | None = None,
+    weights: str | Path | None = None,
+    dtype: str | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> Parallel:
+    """Cut a module over the ranks of this job, each of which calls this with the same module and arguments.
+
+    The module's objects stay: its forward runs, with weights that are cut and with functions replaced from outside
+    where ranks talk. Its weights are the initial ones, the same at every layout.
+    `roles`: name pattern of a module -> its role (see `fivefold.nn.roles`); None: found by the model's class.
+    `weights`: a folder of safetensors files, of which each rank reads its part; None: the values that the module has.
+    `dtype`: of parameters and compute; None: the module's own. `micro_batch`, `global_batch`: in sequences.
+
+    Comm:   process groups are made (phase setup); none of the weights.
+    Raises: LayoutError, WorkloadError or ModelError, before the module is changed, for what cannot be cut so: the
+            size or module that forbids it is named. LaunchError where there are not as many ranks as the layout has.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    own = OwnModel(model, roles, None if weights is None else Path(weights))
+    plan = Plan(
+        model=own.spec,
+        cluster=Cluster.parse("cpu"),
+        workload=Workload(seq_len=seq_len, global_batch=global_batch),
+        layout=layout,
+        execution=Execution(
+            micro_batch=micro_batch,
+            dtype=dtype or _dtype_of(model),  # type: ignore[arg-type]
+            optimizer=optimizer or OptimizerConfig(),
+        ),
+    )
+    own.check(plan)
+    rank, device = _this_rank(layout)
+    engine = Engine(plan, Mesh(layout, rank, device), seed=0, weights=own.values, model=own)
+    own.let_go()
+    return Parallel(model, engine)
+
+
+class Parallel:
+    """A module under a layout, on one rank.
+
+    model    the module, whose parts of other ranks are gone        engine    trains it
+    rows     the sequences of the global batch that belong here
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self.model, self.engine = model, engine
+        layout, workload = engine.plan.layout, engine.plan.workload
+        count = workload.global_batch // layout.dp
+        first = engine.mesh.coordinate["dp"] * count
+        self.rows = slice(first, first + count)
+        spans = local_spans(workload.seq_len, layout, engine.mesh.coordinate["cp"])
+        places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        self._places = places.to(engine.mesh.device.device)
+
+    def step(
+        self, tokens_BS: Tensor, labels_BS: Tensor | None = None, *, lr: float | None = None
+    ) -> StepResult:
+        """Train on one global batch, of which each rank gives the sequences `rows`.
+
+        Shapes: tokens [B, S] (int64), labels [B, S], -100 where a label does not count; None: the next tokens.
+        The loss is the mean cross entropy over all labels of the global batch that count. `lr`: None: the optimizer's.
+        Raises: WorkloadError for other shapes.
+        """
+        load = self._microbatches(tokens_BS, labels_BS)
+        return self.engine.step(load, self.engine.plan.execution.optimizer.lr if lr is None else lr)
+
+    def evaluate(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> float:
+        """The mean loss of one global batch, as in `step`; nothing changes."""
+        total, count = self.engine.evaluate(self._microbatches(tokens_BS, labels_BS))
+        return total / max(1, count)
+
+    def _microbatches(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> Callable[[int], Microbatch]:
+        plan, device = self.engine.plan, self.engine.mesh.device.device
+        wanted = (self.rows.stop - self.rows.start, plan.workload.seq_len)
+        if labels_BS is None:
+            end = tokens_BS.new_full((len(tokens_BS), 1), IGNORED)
+            labels_BS = torch.cat((tokens_BS[:, 1:], end), 1)
+        for name, tensor in (("tokens", tokens_BS), ("labels", labels_BS)):
+            if tuple(tensor.shape) != wanted:
+                rank = self.engine.mesh.coordinate["dp"]
+                raise WorkloadError(
+                    f"{name} of shape {list(tensor.shape)}: data rank {rank} of {plan.layout} takes {list(wanted)}, "
+                    f"the sequences {self.rows.start} to {self.rows.stop - 1} of the global batch"
+                )
+        tokens, labels = (x.to(device)[:, self._places] for x in (tokens_BS, labels_BS))
+        count = plan.execution.micro_batch
+
+        def load(index: int) -> Microbatch:
+            rows = slice(index * count, (index + 1) * count)
+            here = labels[rows]
+            return Microbatch(tokens[rows], here.clamp(min=0), here != IGNORED, self._places[None])
+
+        return load
+
+
+def _dtype_of(model: nn.Module) -> str:
+    found = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    if len(found) != 1 or found[0] not in ITEMSIZE_BYTES:
+        raise ModelError(
+            f"{type(model).__name__} has parameters in {', '.join(found)}; say dtype= {', '.join(ITEMSIZE_BYTES)}"
+        )
+    return found[0]
+
+
+def _this_rank(layout: Layout) -> tuple[int, Device]:
+    """(global rank, device) of this process. Raises: LaunchError where the job has other ranks than the layout."""
+    if not dist.is_initialized():
+        if layout.world_size == 1:
+            return 0, select_device(device_kind(), 0, 1)
+        raise LaunchError(
+            f"{layout} has {layout.world_size} ranks, this process is alone; start them with torchrun and call "
+            f"torch.distributed.init_process_group, or use fivefold.run_ranks"
+        )
+    ranks = dist.get_world_size()
+    if ranks != layout.world_size:
+        raise LaunchError(
+            f"{layout} has {layout.world_size} ranks, this job has {ranks}; start as many, or change it"
+        )
+    if dist.get_backend() == "gloo":
+        return dist.get_rank(), Device(torch.device("cpu"))
+    return dist.get_rank(), Device(torch.device(device_kind(), torch.accelerator.current_device_index()))

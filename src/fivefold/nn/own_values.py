@@ -1,0 +1,109 @@
+"""The initial values of a module that is not ours: its own, or those of safetensors files where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.layout import Layout, MeshAxis
+from fivefold.core.sharding import ParameterRow
+from fivefold.errors import ModelError
+from fivefold.nn.own import Parts
+from fivefold.nn.safetensors_io import FLOATS, Entry, read_header, read_region
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Modules that are made inside have parameters without memory; their buffers, such as frequencies, have values.
+
+    Memory: one parameter at a time. For `parallelize(..., weights=folder)`, which reads this rank's part only.
+    """
+    own = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is shared stays one
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        own(self, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = own  # type: ignore[method-assign]
+
+
+class OwnValues:
+    """The values that a module has when this is made. `folder`: read them from its safetensors files instead.
+
+    Files have the module's own names, as `save_pretrained` and `safetensors.torch.save_model` write them.
+    Raises: ModelError naming the parameter that has no values, or differs in shape.
+    """
+
+    def __init__(self, parts: Parts, folder: Path | None) -> None:
+        self._whole: dict[str, Tensor] = {}
+        self._entries: dict[str, Entry] = {}
+        there = _entries(folder) if folder is not None else {}
+        for part in parts.names:
+            for inner, parameter in parts.module(part).named_parameters():
+                name, own = f"{part}.{inner}", f"{parts.names[part]}.{inner}"
+                if folder is None:
+                    if parameter.is_meta:
+                        raise ModelError(f"{parts.kind}: {own} has no values; give a folder of weights")
+                    self._whole[name] = parameter.detach()
+                    continue
+                if name == "head.weight" and parts.tied and own not in there:
+                    own = parts.own_name("embedding.weight")
+                self._entries[name] = _matching(there, own, tuple(parameter.shape), folder)
+        for name, buffer in parts.root.named_buffers():
+            if buffer.is_meta:
+                raise ModelError(
+                    f"{parts.kind}: the buffer {name} has no values; make the module within "
+                    f"fivefold.empty_parameters(), which leaves buffers as they are"
+                )
+
+    def __call__(
+        self, row: ParameterRow, layout: Layout, coordinate: Mapping[MeshAxis, int], dtype: str
+    ) -> Tensor:
+        """This rank's part of a parameter, on the module's device or the CPU, padding zero: a `ValueSource`."""
+        region, shape, kind = row.region(layout, coordinate), row.local_shape(layout), getattr(torch, dtype)
+        if row.name in self._entries:
+            part = torch.zeros(shape, dtype=kind)
+            read_region(self._entries[row.name], region, part)
+            return part
+        whole = self._whole[row.name]
+        if tuple(whole.shape) == shape and all(cut.start == 0 for cut in region):
+            return whole.to(kind)
+        part = whole.new_zeros(shape, dtype=kind)  # a copy: a view would keep the whole in memory
+        part[tuple(slice(0, cut.stop - cut.start) for cut in region)] = whole[region]
+        return part
+
+    def let_go(self) -> None:
+        """Forget the module's whole parameters."""
+        self._whole.clear()
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"no safetensors files in {folder}; give the folder that holds the module's weights")
+    return {name: entry for file in files for name, entry in read_header(file).entries.items()}
+
+
+def _matching(there: Mapping[str, Entry], name: str, shape: tuple[int, ...], folder: Path) -> Entry:
+    if name not in there:
+        raise ModelError(
+            f"{folder} has no values for {name}; its first tensors are {', '.join(sorted(there)[:4])}"
+        )
+    if there[name].shape != shape:
+        raise ModelError(
+            f"{folder} has {name} {list(there[name].shape)}, the module {list(shape)}: it is another model"
+        )
+    if there[name].dtype not in FLOATS:
+        raise ModelError(
+            f"{folder} has {name} as {there[name].dtype}; values are read from {', '.join(FLOATS)}"
+        )
+    return there[name]

@@ -1,0 +1,152 @@
+"""Modules that are not ours under every strategy, against themselves on one device and a plain training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fivefold
+from fivefold.core.layout import Layout
+from fivefold.core.optimizer import OptimizerConfig
+from fivefold.errors import LaunchError, LayoutError, ModelError, WorkloadError
+from fivefold.nn.own_stage import Arrival, PassOn
+from fivefold.verify.verify import Verdict
+
+from .own_models import FAMILIES, example, make, without_casts
+
+SEQ_LEN, BATCH, RATE = 16, 8, 0.01
+OPTIMIZER = OptimizerConfig(clip_norm=0.5)
+
+ZERO = [f"dp2 zero{level}" for level in range(4)]
+SOME = [
+    *ZERO, "dp4 zero2/2", "tp2", "tp2 nosp", "tp4", "cp2", "cp2:gather", "cp2:ulysses", "pp2", "pp4", "pp2*2",
+    "pp2:zbh1", "pp2:zbv", "pp2:dualpipev", "pp2:gpipe@1+3", "dp2 tp2 pp2", "tp2 cp2", "tp2 cp2 nosp", "tp2 pp2:zbv",
+    "dp2 pp2 zero3", "dp2 tp2 zero3", "dp2 cp2 zero1", "cp4:ring2xulysses2", "tp2 pp2 cp2", "tp2 pp2:zbh1 nosp",
+]  # fmt: skip
+"""Layouts of every strategy alone, with its options, and of several."""
+
+FAST = {"dp2 zero3", "tp2 cp2", "dp2 tp2 pp2"}
+
+
+def layouts(fast: set[str]) -> list[Any]:
+    return [text if text in fast else pytest.param(text, marks=pytest.mark.exhaustive) for text in SOME]
+
+
+def passed(verdict: Verdict, bound: float) -> None:
+    assert verdict.passed, verdict.cause
+    assert verdict.bound == bound
+    assert verdict.events_match
+
+
+@pytest.mark.parametrize("text", layouts(FAST))
+def test_llama_in_float32(text: str) -> None:
+    passed(fivefold.verify_model(make("llama"), text, device="cpu"), 1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("text", SOME)
+def test_every_family_in_float64_with_its_casts_patched(name: str, text: str) -> None:
+    with without_casts():
+        passed(fivefold.verify_model(make(name), text, dtype="float64", device="cpu"), 1e-10)
+
+
+@pytest.mark.parametrize("text", layouts({"dp2 tp2 pp2"}))
+def test_the_example_in_float64(text: str) -> None:
+    own = example()
+    passed(
+        fivefold.verify_model(own.make_model(), text, roles=own.ROLES, dtype="float64", device="cpu"), 1e-10
+    )
+
+
+def batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(53, (BATCH, SEQ_LEN), generator=generator) for _ in range(steps)]
+
+
+def plain_losses(model: nn.Module, steps: int) -> list[float]:
+    """A training loop of PyTorch alone."""
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    others = [p for p in model.parameters() if p.ndim > 1]
+    groups = [
+        {"params": others, "weight_decay": OPTIMIZER.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=RATE, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    losses = []
+    for tokens in batches(steps):
+        logits = model(input_ids=tokens).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm or 1.0)
+        adamw.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def losses_on_rank(name: str, text: str, steps: int) -> tuple[list[float], list[bool]]:
+    """The losses of a rank, and whether the objects of the model are those it had before."""
+    model: Any = make(name, torch.float64)
+    before = dict(model.named_modules())
+    parallel = fivefold.parallelize(
+        model, text, seq_len=SEQ_LEN, global_batch=BATCH, micro_batch=2, optimizer=OPTIMIZER
+    )
+    losses = [parallel.step(tokens[parallel.rows], lr=RATE).loss for tokens in batches(steps)]
+    after = dict(model.named_modules())
+    kept = [*after, "model.embed_tokens", "model.layers.0.self_attn.q_proj"] if "pp" not in text else [*after]
+    stand_ins = [name for name in kept if type(after[name]) in (PassOn, Arrival)]
+    return losses, [after[name] is before[name] for name in kept if name not in stand_ins]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("llama", "dp1"), ("qwen3", "dp2 tp2 pp2")] + [
+        pytest.param(name, text, marks=pytest.mark.exhaustive) for name in FAMILIES for text in SOME
+    ],
+)  # fmt: skip
+def test_losses_are_those_of_a_plain_loop_and_objects_survive(name: str, text: str) -> None:
+    """Adam, clipping, the next token as label: nothing of it is from here."""
+    ranks = Layout.parse(text).world_size
+    with without_casts():
+        seen = fivefold.run_ranks(lambda _: losses_on_rank(name, text, 4), ranks=ranks, device="cpu")
+        want = plain_losses(make(name, torch.float64), 4)
+    for losses, objects in seen:
+        assert losses == pytest.approx(want, rel=1e-10)
+        assert all(objects)
+    assert want[-1] < want[0] + 0.5
+
+
+def refused(make_model: Callable[[], nn.Module], text: str, **settings: Any) -> str:
+    """What is said on every rank."""
+    wanted = {"seq_len": SEQ_LEN, "global_batch": BATCH, **settings}
+
+    def on_rank(_: Any) -> str:
+        with pytest.raises(fivefold.errors.FivefoldError) as caught:  # type: ignore[attr-defined]
+            fivefold.parallelize(make_model(), text, **wanted)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    (said,) = set(fivefold.run_ranks(on_rank, ranks=Layout.parse(text).world_size, device="cpu"))
+    assert "\n" not in said
+    return str(said)
+
+
+def test_user_mistakes() -> None:
+    with pytest.raises(LaunchError, match="this process is alone"):
+        fivefold.parallelize(make("llama"), "dp2", seq_len=SEQ_LEN, global_batch=BATCH)
+    with pytest.raises(LayoutError, match="heads = 4 is not divisible by 3"):
+        fivefold.parallelize(make("llama"), "tp3", seq_len=SEQ_LEN, global_batch=BATCH)
+    with pytest.raises(LayoutError, match="5 pipeline stages but LlamaForCausalLM has 4 layers"):
+        fivefold.parallelize(make("llama"), "pp5", seq_len=SEQ_LEN, global_batch=BATCH)
+    with pytest.raises(ModelError, match="no table of roles is known for TinyGPT"):
+        fivefold.parallelize(example().make_model(), "dp2", seq_len=SEQ_LEN, global_batch=BATCH)
+    with pytest.raises(ModelError, match=r"model.layers.0.self_attn drops out with p = 0.1"):
+        fivefold.parallelize(make("llama", attention_dropout=0.1), "tp2", seq_len=SEQ_LEN, global_batch=BATCH)
+    parallel = fivefold.parallelize(make("llama"), "dp1", seq_len=SEQ_LEN, global_batch=BATCH)
+    with pytest.raises(WorkloadError, match=r"tokens of shape \[8, 15\]: data rank 0 of dp1 takes \[8, 16\]"):
+        parallel.step(torch.zeros(8, 15, dtype=torch.int64))

@@ -1,0 +1,87 @@
+"""The values of a module that is not ours: from itself, or from files where it was made without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hf_models import make, save
+from safetensors.torch import save_file
+from torch import nn
+
+from fivefold.core.layout import Layout
+from fivefold.engine.own import OwnModel
+from fivefold.errors import ModelError
+from fivefold.nn.own_values import empty_parameters
+from fivefold.strategies.compose import parameter_table, rows_of
+
+LAYOUT = Layout.parse("dp2 tp2 pp2 zero3")
+
+
+def empty(model: nn.Module) -> nn.Module:
+    """The same model without values."""
+    with empty_parameters():
+        return type(model)(model.config)  # type: ignore[operator]
+
+
+def test_parameters_are_empty_and_buffers_are_not() -> None:
+    model = empty(make("llama", tie_word_embeddings=True))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_reads_what_it_would_have_cut(tied: bool, tmp_path: Path) -> None:
+    model = make("llama, biases", num_key_value_heads=2, num_attention_heads=4, tie_word_embeddings=tied)
+    folder = save(model, tmp_path / "hf", "20KB")
+    whole, files = OwnModel(model), OwnModel(empty(model), weights=folder)
+    assert files.rows == whole.rows
+    table = parameter_table(whole.spec, LAYOUT, 16, whole.rows)
+    read = 0
+    for rank in range(LAYOUT.world_size):
+        at = LAYOUT.coordinate(rank)
+        for rows in rows_of(table, LAYOUT, at["pp"]).values():
+            for row in [one.held for one in rows]:
+                part = files.values(row, LAYOUT, at, "float64")
+                assert part.shape == row.local_shape(LAYOUT)
+                assert torch.equal(part, whole.values(row, LAYOUT, at, "float64"))
+                region = row.region(LAYOUT, at)
+                inside = part[tuple(slice(0, cut.stop - cut.start) for cut in region)]
+                own = whole.parts.own_name(row.name)
+                assert torch.equal(inside, model.get_parameter(own)[region].double())
+                assert part.count_nonzero() == inside.count_nonzero()
+                read += inside.numel()
+    copies = 8 if tied else 0
+    assert read >= sum(p.numel() for p in model.parameters()) + copies
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    model = make("llama")
+    with pytest.raises(ModelError, match="no safetensors files in"):
+        OwnModel(empty(model), weights=tmp_path)
+    with pytest.raises(ModelError, match=r"model.embed_tokens.weight has no values; give a folder"):
+        OwnModel(empty(model))
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    del values["model.norm.weight"]
+    save_file(values, tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match=r"has no values for model.norm.weight"):
+        OwnModel(empty(model), weights=tmp_path)
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "b.safetensors")
+    with pytest.raises(
+        ModelError, match=r"has model.norm.weight \[3\], the module \[48\]: it is another model"
+    ):
+        OwnModel(empty(model), weights=tmp_path)
+    save_file({"model.norm.weight": torch.ones(48, dtype=torch.int32)}, tmp_path / "b.safetensors")
+    with pytest.raises(ModelError, match=r"has model.norm.weight as I32; values are read from F64"):
+        OwnModel(empty(model), weights=tmp_path)
+    with torch.device("meta"):
+        bare = transformers.LlamaForCausalLM(model.config)
+    save(model, tmp_path / "hf")
+    with pytest.raises(
+        ModelError, match=r"the buffer model.rotary_emb.inv_freq has no values; make the module within"
+    ):
+        OwnModel(bare, weights=tmp_path / "hf")

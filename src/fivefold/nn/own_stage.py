@@ -141,7 +141,9 @@ class OwnStage(nn.Module):
         }
         return found | {name: module for name, module in ends.items() if module is not None}
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Mask | None = None, valid_BS: Tensor | None = None
+    ) -> Tensor:
         assert mask is None, "masks of documents are refused before"
         root = self._root
         root.show(self)

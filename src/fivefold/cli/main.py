@@ -18,6 +18,11 @@ from fivefold.errors import FivefoldError, RankFailure
 COMMANDS = {
     "train": ("fivefold.cli.train", "Train a model under a layout, on this machine or under torchrun."),
     "verify": ("fivefold.cli.verify", "Show that a layout is the same model as one device, or why not."),
+    "calibrate": (
+        "fivefold.cli.calibrate",
+        "Fit the planner to measured runs, or say which runs to measure.",
+    ),
+    "validate": ("fivefold.cli.validate", "Say how wrong the planner is on measured runs."),
     "layouts": ("fivefold.cli.layouts", "List every legal layout of a model, or say which rule forbids one."),
     "lab": ("fivefold.cli.lab", "Run a grid of layouts on real text, verify each, and write a report."),
     "model": ("fivefold.cli.model", "Show what a model is made of: parameters by component, FLOPs."),

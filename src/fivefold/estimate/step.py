@@ -1,0 +1,242 @@
+"""Step time of many jobs at once: layers -> stages -> pipeline -> step, with every term kept.
+
+layer     computation joined with the floor of kernel launches, and exposed communication of tp, cp and ep
+stage     its layers, the embedding or the head, messages, gathers of ZeRO-3 where they take longer than a layer
+pipeline  m microbatches on the slowest stage, and the bubble that the schedule leaves
+step      reduction of gradients that nothing hides, update of the parameters, and what does not depend on size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from fivefold.estimate import comm, compute
+from fivefold.estimate.compute import Passes, join
+
+if TYPE_CHECKING:
+    from fivefold.estimate.coefficients import Coefficients
+    from fivefold.estimate.jobs import Blocks, Column, Jobs
+
+    Values = dict[str, Column]
+
+BUBBLE = {
+    "gpipe": 1.0, "1f1b": 1.0, "bfs": 1.0,
+    "zb1p": 1 / 3, "zb2p": 0.03, "zbv": 0.06, "dualpipev": 0.3, "vhalf": 0.5, "vmin": 0.9,
+}  # fmt: skip
+"""Share of the 1F1B bubble that a schedule leaves, beside its chunks.
+
+Source: Qi et al. 2023, arXiv:2401.10241, table 1 and section 3 (ZB-H1: (p-1)(F + B - W) of (p-1)(F + B + W), a third
+        where all are equal); ZB-2p and ZB-V as measured in its table 4; Qi et al. 2024, arXiv:2405.15362, table 1.
+"""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step by term; they add up to `total`."""
+
+    compute: Column
+    """Forward, backward and recompute on the slowest stage, and the floor of launches."""
+    tp: Column
+    cp: Column
+    ep: Column
+    pp: Column
+    dp: Column
+    """Exposed communication by axis."""
+    bubble: Column
+    optimizer: Column
+    fixed: Column
+
+    @property
+    def total(self) -> Column:
+        seconds: Column = sum(getattr(self, f.name) for f in fields(self))
+        return seconds
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer of one microbatch: exposed seconds by term."""
+
+    forward: Column
+    backward: Column
+    tp: Column
+    cp: Column
+    ep: Column
+    dense: Column
+    """Parameters of one rank, without experts."""
+    routed: Column
+
+
+def step_times(jobs: Jobs, coefficients: Coefficients) -> StepTimes:
+    """Seconds of one optimizer step of every job, by term. O(jobs); no loop over them."""
+    return seconds_by_term(jobs, coefficients.of(jobs))
+
+
+def _layer(block: Blocks, jobs: Jobs, c: Values) -> _Layer:
+    """Formula: ((computation + exposed communication)^p + launches^p)^(1/p), backward with the recompute in it."""
+    import numpy as np
+
+    is_moe = block.experts > 0
+    maps = [compute.linear(jobs.tokens, n, k, jobs, c) for n, k in compute.attention_maps(block, jobs)]
+    F = block.ffn / jobs.tp
+    maps.append(compute.linear(jobs.tokens, F * block.gated, jobs.hidden, jobs, c))
+    maps.append(compute.linear(jobs.tokens, jobs.hidden, F, jobs, c))
+    maps.append(compute.experts(block, jobs, c))
+    core = compute.attention_core(block, jobs, c)
+    passes = compute.elementwise(block, jobs, c)
+    forward = sum(one.forward for one in maps) + core.forward + passes
+    backward = sum(one.backward for one in maps) + core.backward + 2 * passes
+
+    again = jobs.recompute
+    tp = c["tp_exposed"] * comm.tensor(jobs, c) * np.where(is_moe, 1.0, 2.0)
+    cp = c["cp_exposed"] * comm.context(block, jobs, c)
+    ep = c["ep_exposed"] * comm.expert(block, jobs, c)
+    launch = launches(block, jobs, c)
+    sent = tp + cp + ep
+    forward_all = join(forward + sent, launch)
+    work = backward + again * forward + np.where(jobs.recompute_attention, core.forward, 0.0)
+    sent_back = tp + 2 * cp + ep + again * sent
+    backward_all = join(work + sent_back, (2 + again) * launch)
+    dense, routed = compute.layer_parameters(block, jobs)
+    return _Layer(
+        forward_all, backward_all, (2 + again) * tp, (3 + again) * cp, (2 + again) * ep, dense, routed
+    )
+
+
+def seconds_by_term(jobs: Jobs, c: Values) -> StepTimes:
+    """As `step_times`, with the coefficients given as columns."""
+    import numpy as np
+
+    layers = [(block, _layer(block, jobs, c)) for block in jobs.blocks]
+    L = jobs.layers
+
+    def mean(name: str) -> Column:
+        return sum(block.count * getattr(layer, name) for block, layer in layers) / L  # type: ignore[no-any-return]
+
+    forward, backward = mean("forward"), mean("backward")
+    dense, routed = mean("dense"), mean("routed")
+    gathered = _sharded_layer(forward, backward, dense, routed, jobs, c)
+    layer = forward + backward + gathered
+    top = compute.head(jobs, c)
+    ends = Passes(top.forward, top.backward)
+    first, middle, last = stage_layers(jobs)
+    messages = c["pp_exposed"] * 2 * jobs.chunks * comm.message(jobs, c)
+    extra = messages + c["fixed_microbatch"]
+    head = ends.forward + ends.backward
+    embedding = 4 * comm.hidden_bytes(jobs) / (jobs.memory_bytes_per_s * c["memory"])
+    one = jobs.pp == 1
+    stages = np.stack([
+        first * layer + embedding + np.where(one, head, 0.0),
+        np.where(jobs.pp > 2, middle * layer, 0.0),
+        np.where(one, 0.0, last * layer + head),
+    ])  # fmt: skip
+    slowest = stages.max(axis=0)
+    whole = stages[0] + stages[2] + np.maximum(jobs.pp - 2, 0) * stages[1]
+    bubble = jobs.bubble / jobs.chunks * c["bubble"] * (whole - slowest + (jobs.pp - 1) * extra)
+
+    m = jobs.microbatches
+    share = np.where(stages.argmax(axis=0) == 0, first, np.where(stages.argmax(axis=0) == 1, middle, last))
+    sent = {axis: m * share * mean(axis) for axis in ("tp", "cp", "ep")}
+    tied = np.where(jobs.tied & one, 1.0, np.where(one, 2.0, 1.0)) * jobs.vocab * jobs.hidden / jobs.tp
+    dense_all, routed_all = dense * L / jobs.pp + tied, routed * L / jobs.pp
+    reduced = _reduced(dense_all, routed_all, backward * L / jobs.pp, jobs, c)
+    updated = _updated(dense_all, routed_all, jobs)
+    scale = c["stack"]
+    gathered_all = m * share * gathered
+    busy = m * slowest - sum(sent.values()) - gathered_all
+    return StepTimes(
+        compute=scale * busy,
+        **{axis: scale * seconds for axis, seconds in sent.items()},
+        pp=scale * m * messages,
+        dp=scale * (reduced + gathered_all),
+        bubble=scale * bubble,
+        optimizer=scale * compute.optimizer(updated, jobs, c),
+        fixed=scale * (c["fixed_step"] + m * c["fixed_microbatch"]),
+    )
+
+
+def launches(block: Blocks, jobs: Jobs, c: Values) -> Column:
+    """Seconds that one process takes to launch the forward of a layer: the floor of its time.
+
+    Formula: launch + two collectives, whose ranks wait for the slowest of them: 2 launch_collective log2 tp, + those of
+             experts, + those of a softmax that is not fused.
+    """
+    import numpy as np
+
+    return (
+        c["launch"]
+        + 2 * c["launch_collective"] * np.log2(jobs.tp)
+        + np.where(block.experts > 0, c["launch_experts"], 0.0)
+        + np.where(compute.slow_softmax(block, jobs), c["launch_softmax"], 0.0)
+    )
+
+
+def stage_layers(jobs: Jobs) -> tuple[Column, Column, Column]:
+    """Layers of the first, a middle and the last pipeline rank.
+
+    Where pp x chunks divides the layers, all are alike. Else every virtual stage has the next whole number, and the
+    first and last rank share what is left over, as the embedding and the head need room (Megatron-Core's
+    `account_for_embedding_in_pipeline_split`; Qi et al. 2023, section 5.1).
+    """
+    import numpy as np
+
+    L, pp = jobs.layers, jobs.pp
+    virtual = pp * jobs.chunks
+    whole = np.ceil(L / virtual) * jobs.chunks
+    over = whole * pp - L
+    even = (over == 0) | (over > 2 * whole) | (pp < 3)
+    middle = np.where(even, L / pp, whole)
+    return (
+        np.where(even, L / pp, whole - np.floor(over / 2)),
+        middle,
+        np.where(even, L / pp, whole - np.ceil(over / 2)),
+    )
+
+
+def _sharded_layer(
+    forward: Column, backward: Column, dense: Column, routed: Column, jobs: Jobs, c: Values
+) -> Column:
+    """ZeRO-3, per layer and microbatch: what its two gathers and one reduction add to the layer's own time.
+
+    Formula: exposed x t + max(0, (1 - exposed) t - layer), t = 2 gathers of 2 bytes + a reduction of gradients.
+    Source:  Rajbhandari et al. 2020, section 7.2; `strategies.data.rules`, zero3.
+    """
+    import numpy as np
+
+    data = jobs.dp * jobs.cp
+    edp = data * jobs.tp / (jobs.ep * jobs.etp)
+    passes = 2 * compute.HALF + np.where(jobs.frozen, 0.0, jobs.grad_bytes)
+    seconds = comm.gather(dense * passes, data, jobs.tp, jobs, c)
+    seconds = seconds + comm.gather(routed * passes, edp, jobs.ep * jobs.etp, jobs, c)
+    hidden = (1 - np.minimum(c["fsdp_exposed"], 1)) * seconds
+    added = seconds - hidden + np.maximum(0, hidden - forward - backward)
+    return np.where(jobs.zero == 3, added, 0.0)
+
+
+def _reduced(dense: Column, routed: Column, last: Column, jobs: Jobs, c: Values) -> Column:
+    """Exposed seconds of summing gradients and gathering updated parameters once a step (ZeRO-0 to 2).
+
+    Formula: exposed x t + max(0, (1 - exposed) t - backward of the last microbatch).
+    Source:  Rajbhandari et al. 2020, section 7; `strategies.data.rules`.
+    """
+    import numpy as np
+
+    data = jobs.dp * jobs.cp
+    edp = data * jobs.tp / (jobs.ep * jobs.etp)
+    often = np.where(jobs.zero == 2, jobs.microbatches, 1.0)
+    after = np.where(jobs.zero == 0, jobs.grad_bytes, compute.HALF)
+    passes = often * jobs.grad_bytes + after
+    seconds = comm.gather(dense * passes, data, jobs.tp, jobs, c)
+    seconds = seconds + comm.gather(routed * passes, edp, jobs.ep * jobs.etp, jobs, c)
+    hidden = (1 - np.minimum(c["dp_exposed"], 1)) * seconds
+    added = seconds - hidden + np.maximum(0, hidden - last)
+    return np.where((jobs.zero == 3) | jobs.frozen, 0.0, added)
+
+
+def _updated(dense: Column, routed: Column, jobs: Jobs) -> Column:
+    """Parameters that one rank updates: its shard under ZeRO; next to none where the base is frozen."""
+    import numpy as np
+
+    data = np.where(jobs.zero > 0, jobs.dp * jobs.cp, 1.0)
+    edp = np.where(jobs.zero > 0, jobs.dp * jobs.cp * jobs.tp / (jobs.ep * jobs.etp), 1.0)
+    return np.where(jobs.frozen, 0.0, dense / data + routed / edp)

@@ -24,6 +24,7 @@ COMMANDS = {
     ),
     "validate": ("fivefold.cli.validate", "Say how wrong the planner is on measured runs."),
     "layouts": ("fivefold.cli.layouts", "List every legal layout of a model, or say which rule forbids one."),
+    "estimate": ("fivefold.cli.estimate", "Estimate memory and step time of one layout, without running it."),
     "lab": ("fivefold.cli.lab", "Run a grid of layouts on real text, verify each, and write a report."),
     "model": ("fivefold.cli.model", "Show what a model is made of: parameters by component, FLOPs."),
     "data": ("fivefold.cli.data", "Tokenise text once for training, and show what was tokenised."),

@@ -113,6 +113,11 @@ def attention_flops(attention: AttentionSpec | MLASpec | GatedDeltaSpec, sequenc
     return keys * 4 * attention.heads * attention.head_dim
 
 
+def attention_weights(attention: AttentionSpec | MLASpec | GatedDeltaSpec, hidden: int) -> int:
+    """Weights of the matrix products of one attention that every token meets."""
+    return sum(_attention_matrices(attention, hidden))
+
+
 def mean_keys(sequence: int, *, window: int | None = None, chunk: int | None = None) -> float:
     """Keys that a token meets on average: (S+1)/2 when causal, less under a window or inside chunks."""
     if chunk is not None and chunk < sequence:

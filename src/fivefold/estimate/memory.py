@@ -119,11 +119,26 @@ class Stage:
     last: bool
 
 
-def stage_of(spec: ModelSpec, chunks: Sequence[int], layers: Sequence[range], again: Recompute) -> Stage:
+@dataclass(frozen=True)
+class Kinds:
+    """The layers of a model by kind, worked out once: comparing blocks takes longer than counting numbers."""
+
+    blocks: tuple[BlockSpec, ...]
+    of_layer: tuple[int, ...]
+
+
+def kinds_of(spec: ModelSpec) -> Kinds:
+    """The different blocks of a model, and which of them each layer is."""
+    numbers: dict[BlockSpec, int] = {}
+    of_layer = tuple(numbers.setdefault(block, len(numbers)) for block in spec.blocks)
+    return Kinds(tuple(numbers), of_layer)
+
+
+def stage_of(kinds: Kinds, chunks: Sequence[int], layers: Sequence[range], again: Recompute) -> Stage:
     """The stage of these virtual stages, of which all are `layers`."""
-    kinds = Counter((spec.blocks[i], again.takes(i)) for chunk in chunks for i in layers[chunk])
+    counts = Counter((kinds.of_layer[i], again.takes(i)) for chunk in chunks for i in layers[chunk])
     return Stage(
-        tuple((block, takes, n) for (block, takes), n in kinds.items()),
+        tuple((kinds.blocks[kind], takes, n) for (kind, takes), n in counts.items()),
         len(chunks), first=0 in chunks, last=len(layers) - 1 in chunks,
     )  # fmt: skip
 
@@ -198,11 +213,11 @@ def estimate(job: Job) -> MemoryEstimate:
     """
     layout = job.layout
     layers = job.stages or stage_layers(job.spec, layout, job.seq_len)
-    cut = Cut.of(layout)
+    cut, kinds = Cut.of(layout), kinds_of(job.spec)
     known: dict[tuple[Stage, float], RankMemory] = {}
     ranks = []
     for rank in range(layout.pp):
-        stage = stage_of(job.spec, layout.virtual_stages_of(rank), layers, job.recompute)
+        stage = stage_of(kinds, layout.virtual_stages_of(rank), layers, job.recompute)
         held = _held(job, rank)
         if (stage, held) not in known:
             known[stage, held] = RankMemory(rank_terms(job, stage, cut, held, job.micro_batch * job.seq_len))
@@ -224,32 +239,59 @@ def rank_terms(job: Job, stage: Stage, cut: Cut, held: Any, tokens: Any) -> dict
 
     `job`: model, sequence length, precision and software only; the degrees are those of `cut`.
     """
-    spec, numbers, of = job.spec, job.numerics, job.stack
+    terms = state_terms(job, stage, cut) | work_terms(job, stage, cut, held, tokens)
+    terms["buffers"] = terms.pop("zero_buffers") + terms["buffers"]
+    terms["framework"] = job.stack.static_bytes
+    terms["fragmentation"] = job.stack.fragmentation * sum(terms.values())
+    terms["context"] = job.stack.context_bytes
+    return {term: terms[term] for term in TERMS}
+
+
+def state_terms(job: Job, stage: Stage, cut: Cut) -> dict[str, Any]:
+    """What does not depend on the microbatch: parameters, gradients, optimizer, and the buffers of ZeRO.
+
+    ZeRO cuts the optimizer's states from stage 1 on, gradients from 2 and parameters from 3 (Rajbhandari et al. 2020,
+    section 5).
+    """
+    e, largest = _elements(job.spec, stage, cut)
+    whole, shard = e.dense + e.expert, e.shard_dense + e.shard_expert
+
+    def held(zero: int) -> Any:
+        return shard * (cut.zero >= zero) + whole * (cut.zero < zero)
+
+    return {
+        "parameters": job.numerics.weight * held(3),
+        "gradients": job.numerics.gradient * held(2),
+        "optimizer": job.numerics.optimizer * held(1) * (not job.offload),
+        "zero_buffers": _zero_buffers(job.spec, stage, largest, cut, job),
+    }
+
+
+def work_terms(job: Job, stage: Stage, cut: Cut, held: Any, tokens: Any) -> dict[str, Any]:
+    """What microbatches take: activations, logits or working memory, messages and gathered tokens."""
+    spec, of, element = job.spec, job.stack, job.numerics.element
     local = tokens / cut.cp
     share = Share(
         tokens=local, mine=local / (1 + (cut.tp - 1) * cut.sp), seq_len=job.seq_len, tp=cut.tp, etp=cut.etp,
         imbalance=job.imbalance,
     )  # fmt: skip
-    elements, largest = _elements(spec, stage, cut)
-    terms = _states(elements, cut, numbers, offload=job.offload)
     kept, working, rows = _layers(job, stage, share)
-    wide = share.mine * spec.hidden * numbers.element
+    wide = share.mine * spec.hidden * element
     dropped = share.mine * spec.hidden * int(of.dropout) if stage.first else 0
     head = 2 * wide if stage.last else 0  # the inputs of the final norm and of the head
-    terms["activations"] = held * (kept + dropped) / stage.chunks * (not job.offload_activations) + head
-    per_token = spec.vocab / cut.tp * of.logit_bytes + spec.hidden * numbers.element
+    activations = held * (kept + dropped) / stage.chunks * (not job.offload_activations) + head
+    per_token = spec.vocab / cut.tp * of.logit_bytes + spec.hidden * element
     logits = local * per_token if stage.last else 0 * local
     at_loss = logits > working
-    terms["logits"] = logits * at_loss
-    terms["working"] = working * (1 - at_loss)
-    gathered = local * spec.hidden * numbers.element * (cut.tp > 1) * cut.sp
+    gathered = local * spec.hidden * element * (cut.tp > 1) * cut.sp
     messages = 4 * wide * (cut.pp > 1)
-    dispatched = 2 * rows * spec.hidden * numbers.element * (cut.ep * cut.etp > 1)
-    terms["buffers"] = _zero_buffers(spec, stage, largest, cut, job) + gathered + messages + dispatched
-    terms["framework"] = of.static_bytes + 0 * local
-    terms["fragmentation"] = of.fragmentation * sum(terms.values())
-    terms["context"] = of.context_bytes + 0 * local
-    return terms
+    dispatched = 2 * rows * spec.hidden * element * (cut.ep * cut.etp > 1)
+    return {
+        "activations": activations,
+        "logits": logits * at_loss,
+        "working": working * (1 - at_loss),
+        "buffers": gathered + messages + dispatched,
+    }
 
 
 def _layers(job: Job, stage: Stage, share: Share) -> tuple[Any, Any, Any]:
@@ -288,20 +330,6 @@ def _elements(spec: ModelSpec, stage: Stage, cut: Cut) -> tuple[Elements, Any]:
         parts.append((of(head_matrices(spec, tied_here=spec.tied_embeddings and stage.first)), 1))
     sums = [sum(getattr(one, name) * n for one, n in parts) for name in Elements.__dataclass_fields__]
     return Elements(*sums), largest
-
-
-def _states(e: Elements, cut: Cut, numbers: Numerics, *, offload: bool) -> dict[str, Any]:
-    """ZeRO cuts the optimizer's states from stage 1 on, gradients from 2 and parameters from 3 (section 5)."""
-    whole, shard = e.dense + e.expert, e.shard_dense + e.shard_expert
-
-    def held(stage: int) -> Any:
-        return shard * (cut.zero >= stage) + whole * (cut.zero < stage)
-
-    return {
-        "parameters": numbers.weight * held(3),
-        "gradients": numbers.gradient * held(2),
-        "optimizer": numbers.optimizer * held(1) * (not offload),
-    }
 
 
 def _zero_buffers(spec: ModelSpec, stage: Stage, layer: Any, cut: Cut, job: Job) -> Any:

@@ -20,6 +20,7 @@ from fivefold.estimate.memory import (
     MemoryEstimate,
     RankMemory,
     estimate,
+    kinds_of,
     numerics,
     rank_terms,
     stage_of,
@@ -148,11 +149,11 @@ def test_arrays_of_layouts_give_what_single_layouts_give() -> None:
     names = Cut.__dataclass_fields__
     many = Cut(**{name: np.array([getattr(cut, name) for cut in cuts]) for name in names})
     layers = stage_layers(one.spec, one.layout, 4096)
-    stage = stage_of(one.spec, (0,), layers, Recompute())
+    stage = stage_of(kinds_of(one.spec), (0,), layers, Recompute())
     terms = rank_terms(one, stage, many, np.array([1, 1, 1, 1]), np.array([4096] * 4))
     for i, layout in enumerate(layouts):
         single = estimate(job(str(layout), "deepseek-v3", microbatches=1)).peak.terms
-        assert {term: float(n[i]) for term, n in terms.items()} == pytest.approx(single)
+        assert {term: float(np.broadcast_to(n, 4)[i]) for term, n in terms.items()} == pytest.approx(single)
 
 
 def test_verdict_has_a_band() -> None:

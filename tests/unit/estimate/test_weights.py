@@ -12,7 +12,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.model_counts import block_parameters, parameter_counts
 from fivefold.core.model_spec import ModelSpec
 from fivefold.errors import UserError
-from fivefold.estimate.memory import Cut, stage_of
+from fivefold.estimate.memory import Cut, kinds_of, stage_of
 from fivefold.estimate.recompute import Recompute
 from fivefold.estimate.weights import (
     embedding_matrices,
@@ -71,7 +71,7 @@ def test_equal_to_the_table_of_parameters(name: str) -> None:
 
 
 def _elements(spec: ModelSpec, layout: Layout, rank: int, layers: tuple[range, ...]) -> tuple[int, int]:
-    stage = stage_of(spec, layout.virtual_stages_of(rank), layers, Recompute())
+    stage = stage_of(kinds_of(spec), layout.virtual_stages_of(rank), layers, Recompute())
     matrices = [m for block, _, n in stage.layers for m in matrices_of(spec, block) * n]
     matrices += embedding_matrices(spec) if stage.first else ()
     matrices += head_matrices(spec, tied_here=spec.tied_embeddings and stage.first) if stage.last else ()

@@ -1,0 +1,124 @@
+"""`fivefold estimate`: what one layout needs and how fast it is, without running it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fivefold.cli import asked
+
+if TYPE_CHECKING:
+    from fivefold.core.layout import Layout
+
+
+@click.command()
+@click.option("--layout", "-l", "text", required=True, help="Such as 'dp2 tp8 pp2 zero1'; one device is dp1.")
+@click.option(
+    "--micro-batch", type=click.IntRange(1, 10**6), default=1, show_default=True, help="Sequences at a time."
+)
+@click.option(
+    "--recompute", default="none", show_default=True,
+    help="Parts computed again in backward: none, full, attention, mlp, moe, joined by +; full/2: every second layer.",
+)  # fmt: skip
+@asked.options
+def command(text: str, micro_batch: int, recompute: str, as_json: bool, **options: Any) -> int:
+    """Estimate memory by rank and term of one layout, whether it fits, and the step time.
+
+    Works for any model that can be read, also one that cannot be run here. The global batch is, unless told otherwise,
+    four microbatches for each pipeline stage. Exit code 1 if the layout surely does not fit.
+
+    \b
+      fivefold estimate --model llama-2-70b --cluster 32xA100-80 --layout "tp8 pp4"
+      fivefold estimate --model deepseek-v3 --cluster "2048 H800" --layout "dp128 pp16 ep64 zero1"
+    """
+    from fivefold.cli.output import print_json
+    from fivefold.core.layout import Layout
+    from fivefold.estimate.memory import estimate
+    from fivefold.estimate.recompute import Recompute
+    from fivefold.plan.legality import check
+    from fivefold.plan.result import (
+        layout_facts,
+        memory_facts,
+        memory_reasons,
+        nearest_that_fits,
+        state_reason,
+    )
+
+    layout, again = Layout.parse(text), Recompute.parse(recompute)
+    usual = layout.dp * micro_batch * (4 * layout.pp if layout.pp > 1 else 1)
+    options["global_batch"] = options["global_batch"] or usual
+    question = asked.question(**options)
+    _check_devices(layout, question.devices, str(question.cluster))
+    check(
+        question.spec,
+        layout,
+        seq_len=question.seq_len,
+        global_batch=question.global_batch,
+        micro_batch=micro_batch,
+    )
+    memory = estimate(question.memory_job(layout, micro_batch, again))
+    reasons = [*memory_reasons(question, memory), state_reason(question, layout, memory)]
+    if memory.fits(question.capacity_bytes) != "yes":
+        nearest = nearest_that_fits(question, layout, micro_batch, again)
+        reasons.append(
+            f"nearest that fits: {nearest[0]}" if nearest else "no ZeRO stage or recompute makes it fit"
+        )
+    reasons += asked.said(options["cluster"])
+    facts = {
+        **layout_facts(layout, micro_batch, again),
+        "model": question.spec.name,
+        "cluster": str(question.cluster),
+        "seq_len": question.seq_len,
+        "global_batch": question.global_batch,
+        **memory_facts(question, memory),
+        "reasons": reasons,
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts)
+    return 1 if facts["fits"] == "no" else 0
+
+
+def _check_devices(layout: Layout, devices: int, cluster: str) -> None:
+    from fivefold.errors import LayoutError
+
+    if layout.world_size == devices:
+        return
+    dp, rest = divmod(devices, layout.world_size // layout.dp)
+    nearest = ""
+    if dp and not rest:
+        with contextlib.suppress(LayoutError):  # more data ranks may not divide by ep or a group
+            nearest = f"; nearest: {layout.replace(dp=dp)}"
+    raise LayoutError(
+        f"{layout} takes {layout.world_size} devices (dp x tp x pp x cp), but {cluster} has {devices}{nearest}"
+    )
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fivefold.units import format_bytes
+
+    console = Console()
+    console.print(
+        f"{facts['model']} as {facts['layout']} on {facts['cluster']}: micro-batch {facts['micro_batch']}, "
+        f"global batch {facts['global_batch']}, {facts['seq_len']} tokens, recompute {facts['recompute']}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    table = Table("memory", f"rank {facts['peak_rank']}", "share")
+    total = facts["peak_memory_bytes"]
+    for term, n in facts["memory"].items():
+        if n:
+            table.add_row(term, format_bytes(n), f"{n / total:.0%}")
+    table.add_section()
+    table.add_row("in all", format_bytes(total), f"{total / facts['capacity_bytes']:.0%} of the device")
+    console.print(table)
+    if len(facts["rank_memory_bytes"]) > 1:
+        listed = "  ".join(format_bytes(n) for n in facts["rank_memory_bytes"])
+        console.print(f"pipeline ranks: {listed}", highlight=False, soft_wrap=True)
+    for reason in facts["reasons"]:
+        console.print(reason, markup=False, highlight=False, soft_wrap=True)

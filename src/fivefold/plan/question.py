@@ -1,0 +1,88 @@
+"""What is asked of the planner: a model, a cluster, a step of training, and how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from fivefold.core.cluster import Cluster, NodeKind
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import ModelSpec
+from fivefold.errors import ClusterError, ConfigError
+from fivefold.estimate.memory import USABLE, Job, Numerics, numerics
+from fivefold.estimate.recompute import Recompute
+from fivefold.estimate.stacks import DEFAULT, Stack, stack
+
+Precision = Literal["bfloat16", "float16", "float32", "float8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Raises: ClusterError for a cluster whose nodes differ."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    """Complete (`catalog.clusters.complete`)."""
+    seq_len: int
+    global_batch: int
+    """Sequences in a step."""
+    precision: Precision = "bfloat16"
+    grad_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Format in which gradients are kept and summed."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    framework: str = DEFAULT
+    """A stack of `estimate/stacks.yaml`."""
+    imbalance: float = 1.0
+    offload: bool = False
+    """Whether the optimizer's states are in host memory."""
+
+    def __post_init__(self) -> None:
+        if not self.cluster.homogeneous:
+            raise ClusterError(
+                f"nodes of {self.cluster} differ; plan for those of one kind: a layout takes its devices to be alike"
+            )
+        if self.node.memory_bytes is None:
+            raise ClusterError(
+                f"{self.cluster} has no stated memory; plan for devices of the catalog or a cluster file"
+            )
+        if not 1 <= self.imbalance <= 1000:
+            raise ConfigError(
+                f"imbalance {self.imbalance} is the fullest expert rank over the mean: at least 1"
+            )
+
+    @property
+    def node(self) -> NodeKind:
+        return self.cluster.nodes[0]
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def domain(self) -> int:
+        """Devices that reach each other through the device link."""
+        return self.node.devices_per_node
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a program can get of one device's memory."""
+        assert self.node.memory_bytes is not None
+        return self.node.memory_bytes * USABLE
+
+    @cached_property
+    def stack(self) -> Stack:
+        return stack(self.framework)
+
+    @cached_property
+    def numerics(self) -> Numerics:
+        precision = "bfloat16" if self.precision == "float8" else self.precision
+        return numerics(precision, self.grad_dtype, self.optimizer, self.stack)
+
+    def memory_job(self, layout: Layout, micro_batch: int, recompute: Recompute) -> Job:
+        """What memory follows from, for one layout."""
+        return Job(
+            spec=self.spec, layout=layout, seq_len=self.seq_len, micro_batch=micro_batch,
+            microbatches=max(1, self.global_batch // (layout.dp * micro_batch)), recompute=recompute,
+            numerics=self.numerics, stack=self.stack, imbalance=self.imbalance, offload=self.offload,
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""What is said of one layout: the object that `--json` prints, and the sentences that explain it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.core.layout import Layout
+from fivefold.core.model_counts import training_flops
+from fivefold.estimate.memory import BAND, MemoryEstimate, estimate
+from fivefold.estimate.recompute import Recompute
+from fivefold.plan.legality import why_not
+from fivefold.plan.question import Question
+from fivefold.units import GIGA, format_bytes
+
+
+def memory_facts(question: Question, memory: MemoryEstimate) -> dict[str, Any]:
+    """Memory of the fullest rank by term, of all ranks in all, and the verdict."""
+    peak = memory.peak
+    return {
+        "peak_memory_bytes": peak.total(),
+        "peak_rank": memory.peak_rank,
+        "memory": {term: float(n) for term, n in peak.terms.items()},
+        "state_bytes": mean_state_bytes(memory),
+        "rank_memory_bytes": [float(rank.total()) for rank in memory.ranks],
+        "capacity_bytes": question.capacity_bytes,
+        "band": BAND,
+        "fits": memory.fits(question.capacity_bytes),
+    }
+
+
+def layout_facts(layout: Layout, micro_batch: int, recompute: Recompute) -> dict[str, Any]:
+    return {"layout": str(layout), "micro_batch": micro_batch, "recompute": str(recompute)}
+
+
+def speed_facts(question: Question, step_s: float, terms: dict[str, float]) -> dict[str, Any]:
+    """Step time by term, and the rates that follow from it.
+
+    Formula: tokens = global batch x S; MFU = model FLOPs (causal, without recompute) / (step x devices x 16-bit peak).
+    Source:  Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B.
+    """
+    tokens = question.global_batch * question.seq_len
+    peaks = question.node.peak_flops_per_s or {}
+    half = next((peaks[name] for name in ("bfloat16", "float16") if name in peaks), None)
+    flops = tokens * training_flops(question.spec, question.seq_len)
+    return {
+        "step_time_s": step_s,
+        "tokens_per_s_per_gpu": tokens / step_s / question.devices,
+        "mfu": flops / (step_s * question.devices * half) if half else None,
+        "time": terms,
+    }
+
+
+def memory_reasons(question: Question, memory: MemoryEstimate) -> list[str]:
+    """The verdict in words, with its numbers."""
+    need, have = memory.peak.total(), question.capacity_bytes
+    where = (
+        f"pipeline rank {memory.peak_rank} of {len(memory.ranks)}" if len(memory.ranks) > 1 else "each rank"
+    )
+    share = f"{format_bytes(need)} of the {format_bytes(have)} that a program gets on {question.node.device}"
+    verdict = memory.fits(have)
+    if verdict == "yes":
+        return [f"fits: {where} needs {share}"]
+    if verdict == "no":
+        return [f"does not fit: {where} needs {share}, {format_bytes(need - have)} too much"]
+    return [f"may not fit: {where} needs {share}, and the estimate is good to {BAND:.0%}"]
+
+
+def mean_state_bytes(memory: MemoryEstimate) -> float:
+    """Weights, gradients and optimizer of a device, on average over the pipeline."""
+    states = [
+        sum(rank.terms[term] for term in ("parameters", "gradients", "optimizer")) for rank in memory.ranks
+    ]
+    return float(sum(states)) / len(states)
+
+
+def state_reason(question: Question, layout: Layout, memory: MemoryEstimate) -> str:
+    """What weights, gradients and optimizer take per parameter and on a device."""
+    n = question.numerics
+    shared = ("none of it shared", "the optimizer's", "gradients and optimizer", "all of it")[layout.zero]
+    zero = f"{shared} shared over {layout.data_shards} data ranks" if layout.zero else "without ZeRO"
+    return (
+        f"states: {mean_state_bytes(memory) / GIGA:.3g} GB a device ({zero}); {n.states:g} bytes a parameter: "
+        f"{n.weight:g} for the weight, {n.gradient:g} for its gradient, {n.optimizer:g} for {question.optimizer}"
+    )
+
+
+def nearest_that_fits(
+    question: Question, layout: Layout, micro_batch: int, recompute: Recompute
+) -> tuple[str, MemoryEstimate] | None:
+    """The smallest change of a layout that makes it fit surely, in words, and its memory; None where none does."""
+    full = Recompute(("full",))
+    zeros = [stage for stage in (1, 2, 3) if stage > layout.zero]
+    changes = [(layout.replace(zero=stage), micro_batch, recompute) for stage in zeros]
+    changes.append((layout, micro_batch, full))
+    changes += [(layout.replace(zero=stage), micro_batch, full) for stage in zeros]
+    changes += [(other, 1, again) for other, _, again in changes if micro_batch > 1]
+    for other, size, again in changes:
+        if why_not(
+            question.spec,
+            other,
+            seq_len=question.seq_len,
+            global_batch=question.global_batch,
+            micro_batch=size,
+        ):
+            continue
+        memory = estimate(question.memory_job(other, size, again))
+        if memory.fits(question.capacity_bytes) == "yes":
+            parts = [str(other)]
+            parts += [f"micro-batch {size}"] if size != micro_batch else []
+            parts += [f"recompute {again}"] if again != recompute else []
+            return ", ".join(parts), memory
+    return None

@@ -193,7 +193,7 @@ def test_traffic_is_what_is_predicted(on_mesh: Callable[..., Any], text: str, dt
 
     def recorded_on(mesh: Mesh) -> Events:
         tokens = S // mesh.layout.cp
-        ((heads, kv_heads),) = rules.local_heads(spec, mesh.layout, [0])
+        ((heads, kv_heads),) = rules.local_heads(spec.blocks[:1], mesh.layout)
         q, k, v = (
             torch.ones(B, n, tokens, H, dtype=kind, requires_grad=True) for n in (heads, kv_heads, kv_heads)
         )

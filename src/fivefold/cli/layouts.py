@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fivefold.core.layout import Layout
     from fivefold.core.plan import Plan
 
-MANY_RANKS = 16
+MANY_RANKS = 64
 """Beyond, so many combinations are tried that it is said beforehand."""
 
 SEQUENCE = 1024
@@ -66,13 +66,14 @@ def command(
     asked = Layout.parse(why) if why is not None else None
     world = asked.world_size if asked is not None else ranks
     assert world is not None
-    length = seq_len or min(-(-SEQUENCE // (2 * world)) * 2 * world, spec.max_positions)
+    length = seq_len or _length(2 * world, spec.max_positions)
+    cluster = Cluster.parse("cpu")
 
     def make(layout: Layout) -> Plan:
         count = microbatches or (4 * layout.pp if layout.pp > 1 else 1)
         return Plan(
             model=spec,
-            cluster=Cluster.parse("cpu"),
+            cluster=cluster,
             workload=Workload(seq_len=length, global_batch=layout.dp * micro_batch * count),
             layout=layout,
             execution=Execution(micro_batch=micro_batch),
@@ -94,9 +95,7 @@ def command(
             click.echo(rule or f"{asked} is legal for {spec.name} at sequence length {length}")
         return 0 if rule is None else 1
     if world > MANY_RANKS:
-        click.echo(
-            f"trying every option of every shape of {world} ranks; this takes a minute or so ...", err=True
-        )
+        click.echo(f"trying every option of every shape of {world} ranks; this takes a while ...", err=True)
     found = list(legal_layouts(spec, world, make))
     if not found:
         raise LayoutError(f"no layout of {world} ranks is legal: {why_not(Layout(dp=world), make)}")
@@ -108,6 +107,11 @@ def command(
     return 0
 
 
+def _length(unit: int, most: int) -> int:
+    """About `SEQUENCE` tokens: a multiple of what ranks may ask for, within the positions of the model."""
+    return min(-(-SEQUENCE // unit) * unit, most // unit * unit or most)
+
+
 def _print(layouts: list[Layout], title: str) -> None:
     """A row for each shape, with the options that are legal in it."""
     import sys
@@ -115,14 +119,14 @@ def _print(layouts: list[Layout], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shapes: dict[str, list[Layout]] = {}
+    shapes: dict[tuple[int, int, int, int], list[Layout]] = {}
     for layout in layouts:
-        plain = type(layout)(dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp)
-        shapes.setdefault(str(plain).removesuffix(":ring"), []).append(layout)
+        shapes.setdefault((layout.dp, layout.tp, layout.pp, layout.cp), []).append(layout)
     table = Table(title=title, title_justify="left")
     for name in ("shape", "layouts", "zero", "schedules", "cp methods", "sequence parallel"):
         table.add_column(name, justify="right" if name == "layouts" else "left", overflow="fold")
-    for shape, members in shapes.items():
+    for (dp, tp, pp, cp), members in shapes.items():
+        shape = str(type(members[0])(dp=dp, tp=tp, pp=pp, cp=cp)).removesuffix(":ring")
         schedules = [
             layout.schedule
             + (f"*{layout.chunks}" if layout.chunks > 1 and layout.schedule in ("1f1b", "bfs") else "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -268,6 +269,11 @@ class ModelSpec(Value):
     def layers(self) -> int:
         return len(self.blocks)
 
+    @cached_property
+    def kinds_of_blocks(self) -> tuple[BlockSpec, ...]:
+        """Every block that differs from the ones before it: what is legal for these is legal for all layers."""
+        return tuple(dict.fromkeys(self.blocks))
+
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path, *, name: str | None = None) -> ModelSpec:
         """Read a Hugging Face `config.json`: a mapping, a file, or a folder that holds one.
@@ -313,7 +319,7 @@ def beyond_plain_decoder(spec: ModelSpec) -> tuple[str, ...]:
         found["learned positions"] = None
     if spec.head_bias:
         found["bias on the head"] = None
-    for block in dict.fromkeys(spec.blocks):
+    for block in spec.kinds_of_blocks:
         found.update(dict.fromkeys(_beyond_plain_block(block)))
     return tuple(found)
 

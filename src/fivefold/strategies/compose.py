@@ -23,7 +23,7 @@ from fivefold.strategies.expert import rules as expert
 from fivefold.strategies.pipeline import rules as pipeline
 from fivefold.strategies.pipeline.actions import COMPUTATIONS
 from fivefold.strategies.pipeline.placement import stage_layers
-from fivefold.strategies.pipeline.schedules import computations, rank_actions
+from fivefold.strategies.pipeline.schedules import rank_actions, schedule_kinds
 from fivefold.strategies.tensor import rules as tensor
 from fivefold.units import MIB
 
@@ -49,8 +49,7 @@ def check_cut(plan: Plan) -> None:
     count = microbatches(plan.workload, layout, plan.execution)
     pipeline.check_schedule(layout, count, plan.execution.actions)
     if layout.zero >= 2 and layout.pp > 1:
-        lists = computations(layout, count, plan.execution.actions)
-        kinds = {action.kind for actions in lists for action in actions}
+        kinds = schedule_kinds(layout.schedule, layout.pp, layout.chunks, count, plan.execution.actions)
         data.check_schedule(layout, kinds, experts=bool(expert.routed_layers(spec)))
 
 

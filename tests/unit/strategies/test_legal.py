@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -16,8 +17,13 @@ from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
 from fivefold.strategies.legal import covering, legal_layouts, shapes, traits, why_not
+from fivefold.strategies.pipeline import placement
 
 SPEC = preset("tiny-uneven")
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "vocab_size": 259,
+}  # fmt: skip
 
 
 def make(layout: Layout) -> Plan:
@@ -60,6 +66,27 @@ def test_what_is_listed_is_legal_and_what_is_not_has_a_rule() -> None:
     assert "nearest legal tp: 4 or 8" in tp5
 
 
+def test_what_layouts_share_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The split of 32 layers by FLOPs over so many stages: thousands of layouts ask for it."""
+    asked: list[int] = []
+
+    def counted(costs: placement.Costs, stages: int) -> list[int]:
+        asked.append(stages)
+        return placement.even_counts(len(costs.layers), stages)
+
+    monkeypatch.setattr(placement, "balanced_counts", counted)
+    spec = preset("llama-2-7b").replace(name="counted")
+    found = list(legal_layouts(spec, 8, lambda layout: make(layout).replace(model=spec)))
+    assert len(found) > 1000
+    assert len(asked) == len(set(asked)) > 3
+
+
+def test_a_refusal_of_a_huge_degree_is_quick() -> None:
+    rule = why_not(Layout(tp=2**23), make)
+    assert rule is not None
+    assert rule.endswith("nearest legal tp: 8")
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_few_layouts_cover_every_shape_and_every_pair(ranks: int) -> None:
     candidates = list(legal_layouts(SPEC, ranks, make))
@@ -86,3 +113,11 @@ def test_command_lists_and_explains() -> None:
     table = CliRunner().invoke(command, ["-m", "tiny-uneven", "-n", "4"], standalone_mode=False)
     assert "dp2 tp2" in table.output
     assert f"{len(names)} layouts" in table.output
+
+
+def test_the_length_of_its_own_choice_forbids_nothing(tmp_path: Path) -> None:
+    """A model with 100 positions on 3 ranks: 96 tokens, which cp3 cuts; the model's 100 it could not."""
+    config = {**CONFIG, "max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    why = ["-m", str(tmp_path), "--why", "cp3"]
+    assert CliRunner().invoke(command, why, standalone_mode=False).return_value == 0

@@ -24,7 +24,8 @@ from math import lcm
 
 from fivefold.core.events import Event, Events
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import AttentionSpec, ModelSpec
+from fivefold.core.layout_checks import divisors
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, ModelSpec
 from fivefold.errors import LayoutError, nearest_numbers
 from fivefold.strategies.context.order import degrees
 
@@ -35,10 +36,10 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         return
     _check_length(layout, seq_len)
     ulysses = layout.cp_ulysses
-    for heads, kv_heads in dict.fromkeys(local_heads(spec, layout, range(spec.layers))):
+    for heads, kv_heads in dict.fromkeys(local_heads(spec.kinds_of_blocks, layout)):
         if legal_ulysses(heads, kv_heads, ulysses):
             continue
-        legal = [u for u in range(1, heads + 1) if legal_ulysses(heads, kv_heads, u)]
+        legal = [u for u in divisors(heads) if legal_ulysses(heads, kv_heads, u)]
         of_tp = f" of a tp{layout.tp} rank" if layout.tp > 1 else ""
         raise LayoutError(
             f"ulysses degree {ulysses} does not fit {spec.name}: it must divide the {heads} heads{of_tp}, and divide "
@@ -77,11 +78,11 @@ def legal_ulysses(heads: int, kv_heads: int, degree: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-def local_heads(spec: ModelSpec, layout: Layout, layers: Iterable[int]) -> list[tuple[int, int]]:
-    """(query heads, KV heads) that one tp rank holds in each layer."""
+def local_heads(blocks: Iterable[BlockSpec], layout: Layout) -> list[tuple[int, int]]:
+    """(query heads, KV heads) that one tp rank holds in each of these layers."""
     heads = []
-    for layer in layers:
-        attention = spec.blocks[layer].attention
+    for block in blocks:
+        attention = block.attention
         assert isinstance(attention, AttentionSpec)
         heads.append((attention.heads // layout.tp, max(1, attention.kv_heads // layout.tp)))
     return heads
@@ -102,8 +103,9 @@ def predict_chunk(
         return events
     ring, ulysses = degrees(layout)
     wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
-    for layer, (heads, kv_heads) in zip(layers, local_heads(spec, layout, layers)):
-        attention = spec.blocks[layer].attention
+    blocks = spec.blocks[layers.start : layers.stop]
+    for block, (heads, kv_heads) in zip(blocks, local_heads(blocks, layout)):
+        attention = block.attention
         assert isinstance(attention, AttentionSpec)
         row = tokens * attention.head_dim
         if layout.cp_method == "gather":

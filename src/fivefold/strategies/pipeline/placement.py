@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def stage_layers(
                 f"placement @{'+'.join(map(str, counts))} places {sum(counts)} layers but {spec.name} has {layers}"
             )
     elif layout.placement == "flops":
-        counts = balanced_counts(flops(spec, seq_len), stages)
+        counts = list(_balanced_by_flops(spec, seq_len, stages))
     elif layout.placement == "even":
         counts = even_counts(layers, stages)
     elif seconds is None:
@@ -84,6 +85,12 @@ def flops(spec: ModelSpec, seq_len: int) -> Costs:
     """
     layers = [3 * block_flops(spec, block, seq_len) for block in spec.blocks]
     return Costs(layers, first_extra=spec.hidden, last_extra=3 * head_flops(spec))
+
+
+@lru_cache(maxsize=256)
+def _balanced_by_flops(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
+    """Kept, since all layouts of so many stages share it."""
+    return tuple(balanced_counts(flops(spec, seq_len), stages))
 
 
 def split_seconds(stage_seconds: Sequence[float], counts: Sequence[int]) -> Costs:

@@ -41,6 +41,7 @@ __all__ = [
     "in_flight",
     "in_flight_bound",
     "rank_actions",
+    "schedule_kinds",
 ]
 
 
@@ -48,10 +49,23 @@ def computations(
     layout: Layout, microbatches: int, custom: Sequence[str] | None = None
 ) -> list[list[Action]]:
     """F, B, I and W of every pipeline rank, in order. `custom`: the lines of a `custom` layout."""
-    if layout.schedule == "custom":
+    return _computations(layout.schedule, layout.pp, layout.chunks, microbatches, custom)
+
+
+def _computations(schedule: str, p: int, v: int, m: int, custom: Sequence[str] | None) -> list[list[Action]]:
+    if schedule == "custom":
         assert custom is not None, "rules.check refuses a custom schedule without its lines"
         return parse_actions("\n".join(custom))
-    return SCHEDULES[layout.schedule](layout.pp, layout.chunks, microbatches)
+    return SCHEDULES[schedule](p, v, m)
+
+
+@lru_cache(maxsize=256)
+def schedule_kinds(
+    schedule: str, p: int, v: int, m: int, custom: tuple[str, ...] | None = None
+) -> frozenset[str]:
+    """The kinds of computations in a schedule of p ranks with v chunks each: F and B, or with I and W."""
+    lists = _computations(schedule, p, v, m, custom)
+    return frozenset(action.kind for actions in lists for action in actions)
 
 
 def rank_actions(

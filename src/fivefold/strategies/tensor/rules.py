@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import gcd
 
 from fivefold.core.events import Event, Events
 from fivefold.core.layout import Layout
+from fivefold.core.layout_checks import divisors
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from fivefold.core.sharding import ParameterRow, Shard
 from fivefold.errors import LayoutError, nearest_numbers
@@ -35,8 +37,8 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     tp = layout.tp
     if tp == 1:
         return
-    legal = [d for d in range(1, 4 * tp + 1) if not _broken(spec, d)]
     for size, name in _broken(spec, tp):
+        legal = [d for d in divisors(_common(spec)) if not _broken(spec, d)]
         raise LayoutError(
             f"tp{tp} does not fit {spec.name}: {name} = {size} is not divisible by {tp}; "
             f"nearest legal tp: {nearest_numbers(tp, legal)}"
@@ -53,7 +55,7 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
 def _broken(spec: ModelSpec, tp: int) -> list[tuple[int, str]]:
     """(size, name) of everything that this degree does not divide."""
     broken = []
-    for block in spec.blocks:
+    for block in spec.kinds_of_blocks:
         attention = block.attention
         if isinstance(attention, AttentionSpec):
             if attention.heads % tp:
@@ -64,6 +66,13 @@ def _broken(spec: ModelSpec, tp: int) -> list[tuple[int, str]]:
         if width % tp:
             broken.append((width, name))
     return broken
+
+
+def _common(spec: ModelSpec) -> int:
+    """What every legal degree divides: all heads and all widths."""
+    blocks = spec.kinds_of_blocks
+    heads = [block.attention.heads for block in blocks if isinstance(block.attention, AttentionSpec)]
+    return gcd(*heads, *(_dense_width(block)[0] for block in blocks))
 
 
 def _dense_width(block: BlockSpec) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,19 @@ def test_a_file_of_another_walk_is_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"another walk|no file of results"):
             walked([], file)
-    with pytest.raises(ConfigError, match="results"):
-        walked([], tmp_path)
+    damaged = before + b'{"layout": "dp2 nonsense"}\n', before + b"[" * 100_000 + b"\n", b"notes, one line"
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="no file of results of this command"):
+            walked([], file)
+        assert file.read_bytes() == content
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            walked([], path)
+    file.write_bytes(before[:20])  # killed in its first line
+    walked([], file)
+    assert file.read_bytes() == before
 
 
 def test_a_spent_budget_begins_nothing() -> None:
@@ -127,7 +139,7 @@ def test_command_json(fivefold: CommandLine) -> None:
     assert again.code == 0
     count = len(found["layouts"])
     assert f"{count} of {count} are the same model" in again.out
-    assert "1 shapes are not legal; the first: pp2" in again.out
+    assert "1 shape is not legal; the first: pp2" in again.out
 
 
 def test_command_with_no_time_and_with_ranks_that_break(

@@ -64,7 +64,8 @@ def run_matrix(
             verdicts.append(verdict)
             bar(verdict)
     passed = bool(verdicts) and all(verdict.passed for verdict in verdicts)
-    left = layouts[len(verdicts) :]
+    judged = {verdict.layout for verdict in verdicts}
+    left = [layout for layout in layouts if layout not in judged]
     if as_json:
         print_json(
             {
@@ -140,13 +141,15 @@ def _print(
     for verdict in failed:
         console.print(f"{verdict.layout}: {verdict.cause}", markup=False, highlight=False, soft_wrap=True)
     worst = max((verdict.max_rel_err for verdict in verdicts), default=0.0)
+    passed = len(verdicts) - len(failed)
     console.print(
-        f"{len(verdicts) - len(failed)} of {len(verdicts)} are the same model, worst error {worst:.1e}"
+        f"{passed} of {len(verdicts)} are the same model, worst error {worst:.1e}"
+        if verdicts
+        else "no layout was judged"
     )
     if skipped:
-        console.print(
-            f"{len(skipped)} shapes are not legal; the first: {skipped[0][0]}: {skipped[0][1]}", markup=False
-        )
+        shapes = "1 shape is" if len(skipped) == 1 else f"{len(skipped)} shapes are"
+        console.print(f"{shapes} not legal; the first: {skipped[0][0]}: {skipped[0][1]}", markup=False)
     if left:
         more = "the same command goes on" if results else "give --results FILE to be able to go on"
         console.print(f"the budget is spent: {len(left)} layouts are left; {more}")

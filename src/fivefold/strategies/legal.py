@@ -19,6 +19,9 @@ from fivefold.strategies.expert import rules as expert
 MakePlan = Callable[[Layout], Plan]
 """The job that a layout is judged with: model, workload and execution."""
 
+Shape = tuple[int, int, int, int]
+"""(dp, tp, pp, cp)."""
+
 MOST_CHUNKS = 4
 """Virtual stages per rank that are tried; more is rarely better, and a layout may still ask for it."""
 
@@ -39,23 +42,29 @@ def legal_layouts(spec: ModelSpec, ranks: int, make: MakePlan) -> Iterator[Layou
     sequence parallelism; every ep and etp of a model with experts. Hybrid groups (`zero1/8`) and explicit placements
     are legal besides, and not listed.
     """
-    for dp, tp, pp, cp in shapes(ranks):
-        kinds = (True, False)[: 1 + (tp > 1)]
-        experts = {sp: expert_options(spec, Layout(dp=dp, tp=tp, cp=cp, sp=sp)) for sp in kinds}
-        for pipeline, context, sp in product(pipeline_options(spec, pp), context_options(cp), kinds):
-            for cut in experts[sp]:
-                edp = dp * cp * tp // (cut["ep"] * cut["etp"]) if cut else 1
-                for zero in _zeros(max(dp * cp, edp)):
-                    options: dict[str, object] = {"zero": zero, **pipeline, **context, **cut}
-                    try:
-                        layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, sp=sp, **options)  # type: ignore[arg-type]
-                    except UserError:
-                        continue
-                    if why_not(layout, make) is None:
-                        yield layout
+    for shape in shapes(ranks):
+        yield from legal_options(spec, shape, make)
 
 
-def shapes(ranks: int) -> Iterator[tuple[int, int, int, int]]:
+def legal_options(spec: ModelSpec, shape: Shape, make: MakePlan) -> Iterator[Layout]:
+    """The legal layouts of one shape, the plainest first."""
+    dp, tp, pp, cp = shape
+    kinds = (True, False)[: 1 + (tp > 1)]
+    experts = {sp: expert_options(spec, Layout(dp=dp, tp=tp, cp=cp, sp=sp)) for sp in kinds}
+    for pipeline, context, sp in product(pipeline_options(spec, pp), context_options(cp), kinds):
+        for cut in experts[sp]:
+            edp = dp * cp * tp // (cut["ep"] * cut["etp"]) if cut else 1
+            for zero in _zeros(max(dp * cp, edp)):
+                options: dict[str, object] = {"zero": zero, **pipeline, **context, **cut}
+                try:
+                    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, sp=sp, **options)  # type: ignore[arg-type]
+                except UserError:
+                    continue
+                if why_not(layout, make) is None:
+                    yield layout
+
+
+def shapes(ranks: int) -> Iterator[Shape]:
     """Every (dp, tp, pp, cp) with that product."""
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):

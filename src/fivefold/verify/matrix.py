@@ -19,8 +19,8 @@ from fivefold.core.json_text import strict
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
-from fivefold.errors import ConfigError, RankFailure
-from fivefold.strategies.legal import covering, legal_layouts, shapes, why_not
+from fivefold.errors import ConfigError, LayoutError, RankFailure
+from fivefold.strategies.legal import covering, legal_layouts, legal_options, shapes, why_not
 from fivefold.units import MIB
 from fivefold.verify.verify import STEPS, Reference, Verdict, judge
 from fivefold.verify.workload import BOUNDS, common_plans
@@ -44,16 +44,13 @@ def skipped_shapes(
 ) -> list[tuple[Layout, str]]:
     """Shapes of which no layout is legal, with the rule that forbids the plainest."""
     found = []
-    for ranks in range(least_ranks, max_ranks + 1):
-        legal = {
-            (one.dp, one.tp, one.pp, one.cp)
-            for one in legal_layouts(spec, ranks, lambda layout: _plan(spec, layout, dtype))
-        }
-        for shape in shapes(ranks):
-            if shape not in legal:
-                plain = Layout(dp=shape[0], tp=shape[1], pp=shape[2], cp=shape[3])
-                rule = why_not(plain, lambda layout: _plan(spec, layout, dtype))
-                found.append((plain, rule or "every option of it is refused"))
+    for shape in (shape for ranks in range(least_ranks, max_ranks + 1) for shape in shapes(ranks)):
+        legal = legal_options(spec, shape, lambda layout: _plan(spec, layout, dtype))
+        if next(legal, None) is None:
+            dp, tp, pp, cp = shape
+            plain = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+            rule = why_not(plain, lambda layout: _plan(spec, layout, dtype))
+            found.append((plain, rule or "every option of it is refused"))
     return found
 
 
@@ -83,7 +80,7 @@ def walk(
             yield known
             continue
         if time.monotonic() >= deadline:
-            return
+            continue  # what the file holds is told all the same
         verdict = _judge(_plans(spec, layout, dtype), references, steps, seed, device)
         if book is not None:
             book.add(verdict)
@@ -164,13 +161,18 @@ class _Results:
     def _read(self, header: dict[str, Any]) -> int:
         """Take over what the file holds; returns the bytes of its whole lines."""
         try:
+            if not self.path.is_file():
+                raise ConfigError(f"results {self.path}: not a regular file")
             if self.path.stat().st_size > RESULTS_LIMIT_BYTES:
                 raise ConfigError(f"{self.path} is no file of results: it is larger than 256 MiB")
             lines = self.path.read_bytes().splitlines(keepends=True)
         except OSError as error:
             raise ConfigError(f"cannot read results {self.path}: {error.strerror}") from None
         whole = [line for line in lines if line.endswith(b"\n")]
+        start = json.dumps(header, allow_nan=False).encode()
         try:
+            if lines and not whole and not start.startswith(lines[0]):
+                raise ValueError("a file of something else, which is not to be overwritten")
             found = [json.loads(line) for line in whole]
             if found and found[0] != json.loads(json.dumps(header)):
                 raise ConfigError(
@@ -178,6 +180,6 @@ class _Results:
                     "name another file"
                 )
             self.verdicts = {one["layout"]: Verdict.model_validate(one) for one in found[1:]}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError, LayoutError):
             raise ConfigError(f"{self.path} is no file of results of this command") from None
         return sum(map(len, whole))

@@ -250,6 +250,8 @@ def read_actions(path: Path) -> tuple[str, ...]:
     Raises: ConfigError for a file that cannot be read, is larger than 4 MiB, or does not hold actions.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device, which may never end
+            raise ConfigError(f"actions {path}: not a regular file")
         with path.open("rb") as file:
             raw = file.read(FILE_LIMIT_BYTES + 1)
         if len(raw) > FILE_LIMIT_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,10 @@ def test_faults_of_the_text_name_their_place(text: str, message: str) -> None:
 def test_faults_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"actions .*absent: cannot be read: No such file"):
         read_actions(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        read_actions(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            read_actions(path)
     path = tmp_path / "actions"
     path.write_bytes(b"\xff\xfe0F0")
     with pytest.raises(ConfigError, match="not UTF-8 text"):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from fivefold.catalog.models import names, preset
-from fivefold.core.execution import microbatches
+from fivefold.core.cluster import Cluster
+from fivefold.core.execution import Execution, microbatches
 from fivefold.core.layout import Layout
 from fivefold.core.model_counts import parameter_counts
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, beyond_plain_decoder
+from fivefold.core.plan import Plan
+from fivefold.core.workload import Workload
 from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, LayoutError
 from fivefold.strategies import compose
+from fivefold.strategies.pipeline.actions import format_actions
+from fivefold.strategies.pipeline.schedules import computations
 from fivefold.strategies.tensor import rules as tensor_rules
 from fivefold.verify.verify import SHRINK
 from fivefold.verify.workload import common_plans, idle_windows, shrink
@@ -148,6 +156,28 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"70\.6 G parameters\) under dp4 .* free here") as caught:
         check_size(plan, what="verifying", advice=SHRINK)
     assert str(caught.value).endswith(SHRINK)
+
+
+@pytest.mark.parametrize(("text", "held"), [("pp2:custom", None), ("pp2:gpipe", 24), ("pp2", 2)])
+def test_what_a_schedule_holds_must_fit(monkeypatch: pytest.MonkeyPatch, text: str, held: int | None) -> None:
+    """24 microbatches at a time need 12 times what 2 do: 1F1B and a list of the same order fit, GPipe does not."""
+    count, spec = 24, preset("tiny-llama").replace(vocab=1)
+    layout = Layout.parse(text)
+    order = computations(Layout.parse("pp2"), count)
+    plan = Plan(
+        model=spec, cluster=Cluster.parse("cpu"), layout=layout,
+        workload=Workload(seq_len=1024, global_batch=count),
+        execution=Execution(actions=format_actions(order) if held is None else None),
+    )  # fmt: skip
+    chunk_bytes = 1024 * spec.hidden * 4 * spec.layers // 2
+    states = 4 * 4 * parameter_counts(spec)["total_parameters"]
+    free = states + 3 * chunk_bytes
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    if held != count:
+        check_size(plan, what="training", advice="")
+        return
+    with pytest.raises(ConfigError, match=r"up to 24 microbatches of chunks at a time on pipeline rank 0"):
+        check_size(plan, what="training", advice="")
 
 
 def small_like(heads: int, kv_heads: int, ffn: int) -> tuple[ModelSpec, ModelSpec]:

@@ -64,7 +64,7 @@ class OwnModel:
         stage = OwnStage(self._root, layers, first=first, last=last)
         self._root.show(stage)
         tensor.apply(stage, self.parts.roles, mesh, self.spec.vocab, deferred=deferred)
-        heads = local_heads(self.spec, mesh.layout, layers)
+        heads = local_heads(self.spec.blocks[layers.start : layers.stop], mesh.layout)
         attentions = {
             name: kv_heads
             for layer, (_, kv_heads) in zip(layers, heads)

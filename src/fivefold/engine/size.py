@@ -37,13 +37,13 @@ def check_size(plan: Plan, *, what: str, advice: str, copies: int = TRAINING_COP
     on_each = WHOLE_FRAC[layout.zero]
     held = layout.data * (on_each + (1 - on_each) / layout.data_shards)
     states = int(count * plan.execution.grad_itemsize_bytes * copies * held)
-    activations, held = _activation_bytes(plan)
+    activations, of = _activation_bytes(plan)
     needed, free = states + activations, psutil.virtual_memory().available
     if needed > free:
         if activations > states:
             tokens = f"{plan.execution.micro_batch} x {plan.workload.seq_len} tokens"
-            advice = f"most of it are the activations of {held}, {tokens}: " + (
-                "make it smaller" if held == ONE else "make them fewer or smaller, or use another schedule"
+            advice = f"most of it are the activations of {of}, {tokens}: " + (
+                "make it smaller" if of == ONE else "make them fewer or smaller, or use another schedule"
             )
         raise ConfigError(
             f"{what} {plan.model.name} ({format_count(count)} parameters) under {plan.layout} in "

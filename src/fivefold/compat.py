@@ -28,6 +28,7 @@ __all__ = [
     "scale_in_place",
     "storage_key",
     "tree_leaves",
+    "unscale_in_place",
     "warm_up_imports",
 ]
 
@@ -57,6 +58,15 @@ def default_timeout(device: torch.device) -> timedelta:
 def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by a scalar tensor on the same device: one kernel, nothing waits."""
     torch._foreach_mul_(tensors, factor)
+
+
+def unscale_in_place(tensors: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply every tensor by `inverse` and set `found` to 1 if one had a NaN or an infinity: one pass over each.
+
+    Shapes: found and inverse [1], float32, on the tensors' device.
+    """
+    if tensors:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, inverse)
 
 
 def flash_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -93,7 +103,7 @@ def flash_attention_backward(
 def has_flash(q: Tensor) -> bool:
     """Whether flash attention takes such tensors: everything on the CPU; on CUDA 16 bits and whole vectors of 8."""
     if q.is_cpu:
-        return q.dtype in (torch.float64, torch.float32, torch.bfloat16)
+        return q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)

@@ -50,6 +50,8 @@ class Fault:
     """Whether the loss of the first step differs by more than 1e-5: all that a loss-only check looks at."""
     spec: ModelSpec
     documents: bool
+    overflow: bool
+    """It acts on a loss scale: one step overflows, and the layout compared with has no scale."""
     late: bool
     """It acts from the second step on: the first is right in everything."""
     quick: bool
@@ -73,6 +75,7 @@ def exhibit(
     loss_sees: bool = False,
     spec: ModelSpec = SMALL,
     documents: bool = False,
+    overflow: bool = False,
     late: bool = False,
     quick: bool = False,
 ) -> Callable[[Plant], Fault]:
@@ -81,7 +84,7 @@ def exhibit(
     def made(plant: Plant) -> Fault:
         return Fault(
             plant=plant, seen_in=seen_in, layout=layout, elsewhere=elsewhere, words=words, loss_sees=loss_sees,
-            spec=spec, documents=documents, late=late, quick=quick,
+            spec=spec, documents=documents, overflow=overflow, late=late, quick=quick,
         )  # fmt: skip
 
     return made

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import context_faults, data_faults, input_faults, optimizer_faults, pipeline_faults, tensor_faults
+from . import (
+    context_faults,
+    data_faults,
+    input_faults,
+    optimizer_faults,
+    pipeline_faults,
+    precision_faults,
+    tensor_faults,
+)
 from .exhibit import Fault
 
 ROOMS: dict[str, ModuleType] = {
     "Scale and reduction of gradients": data_faults,
     "Norm, clipping, optimizer state": optimizer_faults,
+    "Loss scale": precision_faults,
     "Tensor parallelism": tensor_faults,
     "Pipeline parallelism": pipeline_faults,
     "Context parallelism": context_faults,

@@ -37,7 +37,11 @@ def table() -> str:
 def _row(fault: Fault) -> str:
     words = "; ".join(fault.words)
     seen = fault.seen_in or "-"
-    where = f"`{fault.layout}`, `{fault.elsewhere}`" + (" with documents" if fault.documents else "")
+    where = (
+        f"`{fault.layout}`, `{fault.elsewhere}`"
+        + (" with documents" if fault.documents else "")
+        + (" with a loss scale" if fault.overflow else "")
+    )
     loss = "shows it" if fault.loss_sees else "misses it"
     return f"| {fault.name}: {fault.story} | {seen} | {where} | {words} | {loss} |"
 

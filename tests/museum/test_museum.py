@@ -10,6 +10,7 @@ import pytest
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
+from fivefold.verify.overflow import STEPS as OVERFLOW_STEPS
 from fivefold.verify.verify import Reference, Verdict
 from fivefold.verify.workload import common_plans
 
@@ -27,10 +28,20 @@ _references: list[Reference] = []
 
 def plan_of(text: str, fault: Fault, steps: int) -> tuple[Plan, Reference]:
     """The plan of a layout, and one device on the same data; it is run once for many tests."""
-    plan, one = common_plans(fault.spec, Layout.parse(text), Layout(), "float64", documents=fault.documents)
-    known = next((r for r in _references if r.plan == one and r.steps == steps), None)
+    if fault.overflow:
+        steps = OVERFLOW_STEPS
+    plan, one = common_plans(
+        fault.spec,
+        Layout.parse(text),
+        Layout(),
+        "float64",
+        documents=fault.documents,
+        overflow=fault.overflow,
+    )
+    wanted = one, steps, fault.overflow
+    known = next((r for r in _references if (r.plan, r.steps, r.overflow) == wanted), None)
     if known is None:
-        known = Reference(one, steps=steps, seed=0, device="cpu")
+        known = Reference(one, steps=steps, seed=0, device="cpu", overflow=fault.overflow)
         _references.append(known)
     return plan, known
 
@@ -53,7 +64,9 @@ def test_a_fault_is_caught_and_named(monkeypatch: Patch, fault: Fault) -> None:
     cause = said_of(verdict)
     for word in fault.words:
         assert word in cause
-    if before is None:
+    if fault.overflow:
+        assert not fault.loss_sees, "no loss of the first step depends on gradients"
+    elif before is None:
         assert (not verdict.quantities["loss"] <= LOSS_ONLY) == fault.loss_sees, verdict.quantities
     else:
         assert before.judge(plan, find_axis=False).passed, "the first step shows it already"
@@ -67,12 +80,15 @@ def test_a_fault_is_caught_elsewhere(monkeypatch: Patch, fault: Fault) -> None:
     said_of(one.judge(plan, find_axis=False))
 
 
-def cases(faults: list[Fault], *, both: bool) -> dict[tuple[str, ModelSpec, bool], Fault]:
+Case = tuple[str, ModelSpec, bool, bool]
+
+
+def cases(faults: list[Fault], *, both: bool) -> dict[Case, Fault]:
     """Each layout, model and kind of data once."""
-    found: dict[tuple[str, ModelSpec, bool], Fault] = {}
+    found: dict[Case, Fault] = {}
     for fault in faults:
         for text in (fault.layout, fault.elsewhere) if both else (fault.layout,):
-            found.setdefault((text, fault.spec, fault.documents), fault)
+            found.setdefault((text, fault.spec, fault.documents, fault.overflow), fault)
     return found
 
 
@@ -80,16 +96,16 @@ ALL = cases(list(FAULTS), both=True)
 QUICK = cases([fault for fault in FAULTS if fault.quick], both=False).keys()
 
 
-def shown(case: tuple[str, ModelSpec, bool]) -> str:
-    text, spec, documents = case
-    return f"{spec.name} {text}{' documents' if documents else ''}"
+def shown(case: Case) -> str:
+    text, spec, documents, overflow = case
+    return f"{spec.name} {text}{' documents' * documents}{' overflow' * overflow}"
 
 
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in QUICK else pytest.mark.exhaustive, id=shown(c)) for c in ALL],
 )
-def test_no_false_alarm(case: tuple[str, ModelSpec, bool]) -> None:
+def test_no_false_alarm(case: Case) -> None:
     plan, one = plan_of(case[0], ALL[case], SECOND)
     verdict = one.judge(plan, find_axis=False)
     assert verdict.passed, verdict.cause

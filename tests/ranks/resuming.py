@@ -19,8 +19,8 @@ from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
 from fivefold.data.batches import Batch, Ints, SyntheticDataset
 from fivefold.runtime.launch import Rank, run_ranks
-from fivefold.train.config import CheckpointConfig
 from fivefold.train.saver import Saver, load_checkpoint
+from fivefold.train.sections import CheckpointConfig
 from fivefold.train.trainer import Trainer
 
 SEQ_LEN, BATCH = 16, 8

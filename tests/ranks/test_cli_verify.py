@@ -14,7 +14,8 @@ from fivefold.verify import verify as judge
 from .command_line import CommandLine
 
 QUANTITIES = {
-    "loss", "logits", "gradients", "grad_norm", "buffers", "routed_experts", "weights_sgd", "weights_adamw", "moments",
+    "loss", "logits", "gradients", "grad_norm", "loss_scale", "buffers", "routed_experts", "weights_sgd",
+    "weights_adamw", "moments",
 }  # fmt: skip
 
 
@@ -79,14 +80,14 @@ def test_failure_prints_its_cause(fivefold: CommandLine, monkeypatch: pytest.Mon
 
 def test_failure_of_the_layout_compared_with(fivefold: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers are right, its communication is not."""
-    count = Engine._count_valid
+    count = Engine.count_valid
 
     def faulty(self: Engine, batches: list[Microbatch]) -> torch.Tensor:
         self.mesh.phase = "metrics"
         self.mesh.axis("pp").all_reduce(torch.zeros(3))
         return count(self, batches)
 
-    monkeypatch.setattr(Engine, "_count_valid", faulty)
+    monkeypatch.setattr(Engine, "count_valid", faulty)
     ended = verify(fivefold, "--layout", "tp2", "--against", "pp2")
     assert ended.code == 1
     assert "the same numbers, but the layout compared with is at fault" in ended.out
@@ -134,6 +135,10 @@ def test_a_large_model_can_be_shrunk(fivefold: CommandLine) -> None:
         (["--layout", "tp3"], ["tp3", "heads = 4", "nearest legal tp: 2 or 4"]),
         (["--layout", "dp2", "--against", "pp3"], ["pp3 has 3 pipeline stages", "2 layers"]),
         (["--layout", "tp2 tp2"], ["tp is given twice"]),
+        (
+            ["--layout", "tp2", "--overflow", "--dtype", "float16"],
+            ["--overflow goes with --layout, in float64"],
+        ),
         (["--layout", "dp2 ep2"], ["has no experts, which ep2 etp1 would cut"]),
     ],
 )
@@ -166,3 +171,11 @@ def test_refused_under_a_launcher(
     ended = fivefold(command, "--model", "config.json", *layout, "--json")
     assert (ended.code, ended.out) == (2, "")
     assert ended.said().startswith("this is rank 1 of 4 that a launcher started")
+
+
+def test_an_overflow_under_a_loss_scale(fivefold: CommandLine) -> None:
+    ended = verify(fivefold, "--layout", "pp2", "--overflow")
+    assert ended.code == 0, ended.out
+    assert "loss_scale" in ended.out
+    assert "the same model" in ended.out
+    assert "4 steps" in ended.out

@@ -1,13 +1,15 @@
-"""bfloat16: a layout rounds no worse than twice one device, and what does is told."""
+"""16 bits: a layout rounds no worse than twice one device, and what does is told."""
 
 from __future__ import annotations
 
 import pytest
 
 from fivefold.core.layout import Layout
+from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.strategies.data.replicated import Replicated
+from fivefold.verify import workload
 from fivefold.verify.compare import QUANTITIES
-from fivefold.verify.rounding import HALF_UNIT, verify_bfloat16
+from fivefold.verify.rounding import HALF_UNIT, Narrow, verify_rounding
 
 from .command_line import CommandLine
 from .models import HARD, PLAIN
@@ -19,15 +21,17 @@ LAYOUTS += [
 ]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=LONG)])
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("spec", [HARD, pytest.param(PLAIN, marks=LONG)], ids=lambda spec: spec.name)
-def test_no_worse_than_one_device(spec, text: str) -> None:
-    verdict = verify_bfloat16(spec, Layout.parse(text), device="cpu")
+def test_no_worse_than_one_device(spec, text: str, dtype: Narrow) -> None:
+    verdict = verify_rounding(spec, Layout.parse(text), dtype=dtype, device="cpu")
     assert verdict.passed, verdict.cause
     assert verdict.own_errors is not None
     assert verdict.bounds is not None
-    assert 1e-3 < verdict.own_errors["gradients"] < 0.1, "one device in bfloat16 is far from float64"
-    assert all(verdict.bounds[q] >= HALF_UNIT for q in QUANTITIES if q not in verdict.not_judged)
+    less, more = {"bfloat16": (1e-3, 0.1), "float16": (1e-4, 1e-2)}[dtype]
+    assert less < verdict.own_errors["gradients"] < more, "one device is far from float64"
+    assert all(verdict.bounds[q] >= HALF_UNIT[dtype] for q in QUANTITIES if q not in verdict.not_judged)
 
 
 def test_what_is_worse_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,16 +43,29 @@ def test_what_is_worse_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             bucket.flat *= 1.5
 
     monkeypatch.setattr(Replicated, "wait", faulty)
-    verdict = verify_bfloat16(PLAIN, Layout.parse("dp2"), steps=1, device="cpu")
+    verdict = verify_rounding(PLAIN, Layout.parse("dp2"), steps=1, device="cpu")
     assert not verdict.passed
     assert verdict.cause is not None
     assert "gradients: error" in verdict.cause
     assert "one device's own is" in verdict.cause
 
 
-def test_command(fivefold: CommandLine) -> None:
-    ended = fivefold(
-        "verify", "--model", "tiny-llama", "--layout", "tp2", "--dtype", "bfloat16", "--steps", "1"
-    )
+def test_one_device_that_overflows_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "SMALL_SCALE", LossScaleConfig(initial=2**24))
+    verdict = verify_rounding(PLAIN, Layout.parse("dp2"), dtype="float16", steps=1, device="cpu")
+    assert not verdict.passed
+    assert verdict.cause is not None
+    assert "one device itself overflows, so nothing is known: " in verdict.cause
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=LONG)])
+def test_command(fivefold: CommandLine, dtype: str) -> None:
+    ended = fivefold("verify", "--model", "tiny-llama", "--layout", "tp2", "--dtype", dtype, "--steps", "1")
     assert ended.code == 0, ended.err
-    assert "rounds no worse than one device" in ended.out
+    words = (
+        f"tp2, and one device, in {dtype} against float64", "one device's own",
+        "rounds no worse than one device: nearest to its bound is ",
+    )  # fmt: skip
+    for word in words:
+        assert word in ended.out
+    assert ("no step overflowed: verify --overflow" in ended.out) == (dtype == "float16")

@@ -32,14 +32,14 @@ def lines_of(path: Path) -> list[str]:
 
 
 def broken_beyond_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = Engine._count_valid
+    count = Engine.count_valid
 
     def faulty(self, batches):
         if self.plan.layout.world_size > 1:
             raise ArithmeticError("rank is ill")
         return count(self, batches)
 
-    monkeypatch.setattr(Engine, "_count_valid", faulty)
+    monkeypatch.setattr(Engine, "count_valid", faulty)
 
 
 def test_every_shape_is_chosen_or_skipped_with_its_rule() -> None:

@@ -56,6 +56,29 @@ def test_the_command_does_not_load_torch(command, tmp_path):
     assert done.stdout
 
 
+MISTAKES = (
+    ["train", "model=tiny-llama", "layout=tp3"],
+    ["train", "model=tiny-llama", "steps=many"],
+    ["train", "model=tiny-llama", "global_batch=5", "layout=dp2"],
+    ["train", "model=tiny-lama"],
+    ["train", "nowhere.yaml"],
+    ["verify", "--model", "tiny-llama"],
+    ["layouts", "--model", "tiny-llama", "--ranks", "many"],
+)
+
+
+@pytest.mark.parametrize("command", MISTAKES, ids=" ".join)
+def test_a_mistake_is_told_in_one_line_without_torch(command, tmp_path):
+    code = (
+        f"import sys; from fivefold.cli.main import run; code = run(sys.argv[1:]); {LOADED}; sys.exit(code)"
+    )
+    done = run_python(code, *command, folder=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    said, loaded = done.stderr.splitlines()
+    assert said.startswith("fivefold: ")
+    assert loaded == "[]"
+
+
 @pytest.mark.parametrize("command", COMMANDS[:6], ids=" ".join)
 def test_the_command_starts_fast(command, tmp_path):
     """CPU time, the best of some tries: what a busy machine does to the clock is not the command's."""

@@ -184,3 +184,17 @@ def test_what_grouped_products_refuse() -> None:
         assert not compat.has_grouped_mm(a, b)
         with pytest.raises(RuntimeError):
             compat.grouped_mm(a, b, torch.tensor([1, 3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan"), -float("inf")])
+def test_unscaling_finds_what_is_not_finite(dtype: torch.dtype, bad: float | None) -> None:
+    given = [torch.tensor([3.0, -5e-7], dtype=dtype), torch.full((2, 2), 7.0, dtype=dtype)]
+    if bad is not None:
+        given[1][1, 0] = bad
+    tensors, found = [t.clone() for t in given], torch.zeros(1)
+    compat.unscale_in_place(tensors, found, torch.full((1,), 2.0**-13))
+    assert float(found) == (bad is not None)
+    for a, b in zip(tensors, given, strict=True):
+        assert torch.equal(a.nan_to_num(9), (b * 2.0**-13).nan_to_num(9)), "a power of two changes no digit"
+    compat.unscale_in_place([], found, torch.ones(1))

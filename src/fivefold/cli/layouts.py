@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,6 +24,9 @@ SEQUENCE = 1024
 @click.option("--ranks", "-n", type=click.IntRange(1, 4096), help="Ranks of the job.")
 @click.option("--why", metavar="LAYOUT", help="Say which rule forbids this layout, or that it is legal.")
 @click.option(
+    "--actions", type=click.Path(path_type=Path), help="File with the action list of a layout 'ppN:custom'."
+)
+@click.option(
     "--seq-len", type=click.IntRange(2, 10**8),
     help="Tokens in a sample; default: about 1024, such that the ranks divide it.",
 )  # fmt: skip
@@ -37,6 +41,7 @@ def command(
     model: str,
     ranks: int | None,
     why: str | None,
+    actions: Path | None,
     seq_len: int | None,
     micro_batch: int,
     microbatches: int | None,
@@ -59,24 +64,31 @@ def command(
     from fivefold.core.workload import Workload
     from fivefold.errors import LayoutError
     from fivefold.strategies.legal import legal_layouts, why_not
+    from fivefold.strategies.pipeline.actions import microbatches_of, read_actions
 
     if (ranks is None) == (why is None):
         raise click.UsageError("give --ranks N for a list, or --why LAYOUT for one layout")
+    if actions is not None and (why is None or microbatches is not None):
+        raise click.UsageError(
+            "--actions goes with --why LAYOUT, and says itself how many --microbatches there are"
+        )
     spec = resolve(model)
     asked = Layout.parse(why) if why is not None else None
     world = asked.world_size if asked is not None else ranks
     assert world is not None
+    lines = None if actions is None else read_actions(actions)
     length = seq_len or _length(2 * world, spec.max_positions)
     cluster = Cluster.parse("cpu")
 
     def make(layout: Layout) -> Plan:
-        count = microbatches or (4 * layout.pp if layout.pp > 1 else 1)
+        told = microbatches if lines is None else microbatches_of(lines)
+        count = told or (4 * layout.pp if layout.pp > 1 else 1)
         return Plan(
             model=spec,
             cluster=cluster,
             workload=Workload(seq_len=length, global_batch=layout.dp * micro_batch * count),
             layout=layout,
-            execution=Execution(micro_batch=micro_batch),
+            execution=Execution(micro_batch=micro_batch, actions=lines),
         )
 
     if asked is not None:

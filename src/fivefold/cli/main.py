@@ -89,11 +89,14 @@ def run(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         process.let_node_rank_0_speak()
         with contextlib.suppress(OSError):
             error.show()
         return 2
+    except click.ClickException as error:
+        process.let_node_rank_0_speak()
+        return _say(_usage(error), 2)
     except (KeyboardInterrupt, click.Abort) as stop:
         if process.Terminated in (type(stop), type(stop.__cause__)):  # click makes an Abort of it
             return _say("terminated by SIGTERM; what was saved and recorded before is kept", 143)
@@ -108,6 +111,13 @@ def run(arguments: list[str]) -> int:
         return 1  # the reader has gone: nothing more to say
     except OSError as error:
         return _say(_os_fault(error), 2)
+
+
+def _usage(error: click.ClickException) -> str:
+    """click's complaint as one line, and where the options of the command are listed."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = getattr(error, "ctx", None)
+    return f"{message}; see: {'fivefold' if context is None else context.command_path} --help"
 
 
 def _tell(error: FivefoldError) -> int:

@@ -69,6 +69,7 @@ def command(
     """
     from fivefold.cli.output import print_json
     from fivefold.errors import LaunchError
+    from fivefold.train.checks import check_cheaply
     from fivefold.train.config import load_config
 
     if (
@@ -82,6 +83,7 @@ def command(
             f"--ranks {ranks} is not the {settings.layout.world_size} ranks of layout {settings.layout}; "
             f"leave --ranks out, or change the layout"
         )
+    check_cheaply(settings)
 
     from fivefold.cli.progress import TrainProgress
     from fivefold.train.run import train

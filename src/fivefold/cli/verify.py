@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float64", "float32", "bfloat16"]),
+    type=click.Choice(["float64", "float32", "bfloat16", "float16"]),
     default="float64",
     show_default=True,
-    help="Of everything; bfloat16 is judged by the error that one device has itself.",
+    help="Of everything; 16 bits are judged by the error that one device has itself.",
 )
 @click.option(
     "--steps", type=click.IntRange(1, 100), default=2, show_default=True, help="Training steps to compare."
@@ -52,6 +52,11 @@ if TYPE_CHECKING:
 @click.option(
     "--documents", is_flag=True, help="Samples of several documents, each of which sees its own tokens only."
 )
+@click.option(
+    "--overflow",
+    is_flag=True,
+    help="Under a loss scale, with a step that overflows on one rank of the layout.",
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
@@ -63,11 +68,12 @@ def command(
     max_ranks: int | None,
     budget: str | None,
     results: Path | None,
-    dtype: Literal["float64", "float32", "bfloat16"],
+    dtype: Literal["float64", "float32", "bfloat16", "float16"],
     steps: int,
     seed: int,
     shrink: bool,
     documents: bool,
+    overflow: bool,
     device: str,
     as_json: bool,
 ) -> int:
@@ -93,12 +99,14 @@ def command(
         raise click.UsageError("--max-ranks, --budget and --results go with --matrix")
     spec = resolve(model)
     candidate, reference = Layout.parse(layout or "dp1"), Layout.parse(against)
-    if matrix and (actions is not None or reference.world_size > 1 or dtype == "bfloat16"):
+    narrow = dtype in ("bfloat16", "float16")
+    if matrix and (actions is not None or reference.world_size > 1 or narrow):
         raise click.UsageError(
             "--matrix compares with dp1 in float64 or float32, and has no custom schedules"
         )
-    if documents and (matrix or dtype == "bfloat16"):
-        raise click.UsageError("--documents goes with --layout, in float64 or float32")
+    if (documents or overflow) and (matrix or narrow):
+        option = "--documents" if documents else "--overflow"
+        raise click.UsageError(f"{option} goes with --layout, in float64 or float32")
     lines = None if actions is None else read_actions(actions)
 
     from fivefold.verify import verify as judge
@@ -117,16 +125,18 @@ def command(
     click.echo(
         f"verifying {spec.name} under {candidate} against {reference}, up to {ranks} ranks ...", err=True
     )
-    if dtype == "bfloat16":
-        from fivefold.verify.rounding import verify_bfloat16
+    if dtype == "bfloat16" or dtype == "float16":
+        from fivefold.verify.rounding import verify_rounding
 
         if reference.world_size > 1:
-            raise click.UsageError("bfloat16 is compared with dp1 in float64; leave --against out")
-        verdict = verify_bfloat16(spec, candidate, steps=steps, seed=seed, device=device, actions=lines)
+            raise click.UsageError(f"{dtype} is compared with dp1 in float64; leave --against out")
+        verdict = verify_rounding(
+            spec, candidate, dtype=dtype, steps=steps, seed=seed, device=device, actions=lines
+        )
     else:
         verdict = judge.verify(
             spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device,
-            actions=lines, documents=documents,
+            actions=lines, documents=documents, overflow=overflow,
         )  # fmt: skip
     if as_json:
         print_json(verdict.model_dump(mode="json"))
@@ -139,14 +149,17 @@ def _print(verdict: Verdict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{verdict.model}: {verdict.layout} against {verdict.against}, {verdict.dtype}",
-        title_justify="left",
-    )
     own = verdict.own_errors
-    for name in ("quantity", "relative error", *(["one device"] if own else []), ""):
-        table.add_column(name, justify="right" if name in ("relative error", "one device") else "left")
+    title = f"{verdict.model}: {verdict.layout} against {verdict.against}, {verdict.dtype}"
+    if own:
+        title = f"{verdict.model}: {verdict.layout}, and one device, in {verdict.dtype} against float64"
+    table = Table(title=title, title_justify="left")
+    errors = ("error", "one device's own") if own else ("relative error",)
+    for name in ("quantity", *errors, ""):
+        table.add_column(name, justify="right" if name in errors else "left")
     for quantity, error in verdict.quantities.items():
+        if quantity == "loss_scale" and quantity in verdict.absent:
+            continue
         if quantity in verdict.absent:
             cells = ["-", *(["-"] if own else []), "[dim]the model has none[/dim]"]
         elif quantity in verdict.not_judged:
@@ -162,11 +175,23 @@ def _print(verdict: Verdict) -> None:
     console.print(table)
     steps = f"{verdict.steps} step{'s' if verdict.steps > 1 else ''}"
     found = f"worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}, {steps}"
+    if own:
+        found = f"{_beside_its_own(verdict)}, {steps}"
     console.print(f"{_outcome(verdict)}: {found}")
     plain = [verdict.cause or "", *(f"  {line}" for line in verdict.event_differences[:10])]
     plain += [f"not shown: {limit}" for limit in verdict.limits]
     for line in filter(None, plain):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside_its_own(verdict: Verdict) -> str:
+    """The quantity that is nearest to its bound, or furthest beyond it, in words."""
+    own, bounds = verdict.own_errors or {}, verdict.bounds or {}
+    worst = max(bounds, key=lambda quantity: verdict.quantities[quantity] / bounds[quantity])
+    return (
+        f"nearest to its bound is {worst}, error {verdict.quantities[worst]:.1e} against float64, one device's own "
+        f"{own[worst]:.1e}, allowed {bounds[worst]:.1e}"
+    )
 
 
 def _own(own: dict[str, float] | None, quantity: str) -> list[str]:

@@ -7,14 +7,20 @@ from typing import Literal
 from pydantic import Field
 
 from fivefold.core.layout import Layout
+from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.router import RouterConfig
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
 from fivefold.errors import WorkloadError
 
-DType = Literal["float32", "float64", "bfloat16"]
-ITEMSIZE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
+DType = Literal["float32", "float64", "bfloat16", "float16"]
+ITEMSIZE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+LARGEST_NUMBER: dict[DType, float] = {
+    "float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308,
+    "bfloat16": 3.3895313892515355e38, "float16": 65504.0,
+}  # fmt: skip
+"""Beyond, a number of this format is infinite."""
 
 MOST_MICROBATCHES = 10_000
 """In a step of one data rank. A pipeline lists every action of every microbatch, and real jobs have some hundreds."""
@@ -29,11 +35,13 @@ class Execution(Value):
     micro_batch: int = Field(default=1, gt=0)
     """Sequences that one rank computes at a time."""
     dtype: DType = "float32"
-    """Parameters and compute. bfloat16 keeps float32 master weights beside them, which the optimizer updates."""
+    """Parameters and compute. 16 bits keep float32 master weights beside them, which the optimizer updates."""
     recompute: Literal["none"] = "none"
     optimizer: OptimizerConfig = OptimizerConfig()
     router: RouterConfig = RouterConfig()
     """Losses and balancing of a mixture of experts; nothing in other models."""
+    loss_scale: LossScaleConfig | None = None
+    """Of the gradients; float16 always has one (`scaling`), other formats need none."""
     bucket_mib: float = Field(default=25.0, gt=0, le=MOST_MIB)
     """Gradients are reduced over data ranks in buckets of about so many MiB."""
     zero3_gather: Literal["microbatch", "step"] = "microbatch"
@@ -48,7 +56,12 @@ class Execution(Value):
     @property
     def grad_dtype(self) -> DType:
         """Gradients are accumulated, reduced and applied in it: at least float32 (Micikevicius et al. 2018, 3.1)."""
-        return "float32" if self.dtype == "bfloat16" else self.dtype
+        return "float32" if self.itemsize_bytes == 2 else self.dtype
+
+    @property
+    def scaling(self) -> LossScaleConfig | None:
+        """The loss scale in use, if there is one."""
+        return self.loss_scale or (LossScaleConfig() if self.dtype == "float16" else None)
 
     @property
     def grad_itemsize_bytes(self) -> int:

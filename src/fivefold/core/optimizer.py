@@ -29,7 +29,7 @@ LONGEST_NAME = 4096
 def _not_bool(value: object) -> object:
     """YAML reads `yes` as true, and true would pass as 1."""
     if isinstance(value, bool):
-        raise ValueError("Input should be a number, not true or false")
+        raise ValueError("expected a number, not true or false")
     return value
 
 
@@ -37,14 +37,14 @@ def usable_name(value: Any) -> Any:
     """A text or path that an operating system takes, with `~` in place of the folder that it stands for."""
     text = str(value)
     if "\0" in text:
-        raise ValueError("Input should be a name without zero bytes")
+        raise ValueError("expected a name without zero bytes")
     if len(text) > LONGEST_NAME:
-        raise ValueError(f"Input should have at most {LONGEST_NAME} characters")
+        raise ValueError(f"expected at most {LONGEST_NAME} characters")
     if not text.startswith("~"):
         return value
     expanded = os.path.expanduser(text)
     if expanded == text:
-        raise ValueError("Input should not begin with ~: there is no such home folder")
+        raise ValueError("expected another beginning than ~: there is no such home folder")
     return type(value)(expanded)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,6 +29,35 @@ class Value(BaseModel):
         return type(self)(**{**values, **changes})
 
 
+EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "literal_error": "{expected}",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "too_long": "at most {max_length} values",
+    "too_short": "at least {min_length} values",
+    "missing": "a value",
+    "model_type": "keys and values",
+    "model_attributes_type": "keys and values",
+    "dict_type": "keys and values",
+}
+"""Kind of a pydantic error -> what would have been right, in our words."""
+
 LONGEST_INPUT = 80
 """Characters of a bad input that a message repeats."""
 
@@ -42,11 +71,16 @@ def describe(error: ValidationError, cls: type[BaseModel]) -> str:
     if fault["type"] == "missing":
         return f"missing key {path!r}"
     message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        message = "expected keys and values"
+    if fault["type"] in EXPECTED:
+        message = f"expected {EXPECTED[fault['type']].format(**_readable(fault.get('ctx', {})))}"
     got = repr(fault["input"])
     got = got if len(got) <= LONGEST_INPUT else f"{got[:LONGEST_INPUT]} ..."
     return f"{path}: {message} (got {got})" if path else message
+
+
+def _readable(context: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole numbers as such: pydantic gives the bound 1000000 of a float as 1000000.0."""
+    return {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
 
 
 def _known_keys(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -5,9 +5,11 @@
 3  sum gradients over data ranks, in buckets, overlapped      (reduce: data; zero3 gathers in 2)
    complete those of which each tp rank holds a part          (reduce: tp)
    add those of the two copies of a tied embedding            (reduce: tie)
-4  one global norm                                            (norm: data where ZeRO shards, tp, pp; or world)
+4  under a loss scale: divide by it, agree on an overflow     (norm: world)
+   one global norm                                            (norm: data where ZeRO shards, tp, pp; or world)
 5  agree on the loss, and on what routers did                 (metrics: data, tp, pp)
-6  clip and update what is held here, if both are finite      (optimizer: data where ZeRO-1 or 2 gathers)
+6  clip and update what is held here, if both are finite and
+   nothing overflowed                                         (optimizer: data where ZeRO-1 or 2 gathers)
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.execution import microbatches
+from fivefold.core.loss_scale import LossScaleState
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
 from fivefold.engine.build import ValueSource, build_chunks, initial_value
+from fivefold.engine.loss_scale import LossScaler
 from fivefold.engine.model import Model, Native
 from fivefold.engine.optimizer import clip, global_norm, make_optimizer
 from fivefold.engine.routers import LayerRouting, Routers
@@ -49,9 +53,13 @@ class StepResult:
     loss: float
     """Mean over all valid tokens of the global batch."""
     grad_norm: float
-    """Before clipping."""
+    """Before clipping, without the loss scale."""
     updated: bool
     """False where the loss or the norm was not finite: nothing was changed then, on any rank."""
+    loss_scale: int | None
+    """That the gradients of this step were multiplied by; None without one."""
+    overflow: bool
+    """A gradient was too large for the loss scale, which is now half of it: only this step is lost."""
     valid_tokens: int
     step_s: float
     comm_s: dict[str, float]
@@ -119,8 +127,12 @@ class Engine:
         self._complete: set[int] = set()
         self._experts = bool(expert.routed_layers(plan.model))
         self.routers = Routers(plan, mesh, self.chunks) if self._experts else None
+        scaling = plan.execution.scaling
+        self.scaler = None if scaling is None else LossScaler(scaling, mesh)
         self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
-        """Called with the complete gradients, before clipping: where verification looks."""
+        """Called with the complete gradients, unscaled, before clipping: where verification looks."""
+        self.before_unscale: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
+        """Called with the complete gradients, still scaled: where verification plants an overflow."""
 
     def step(self, load: LoadMicrobatch, lr: float) -> StepResult:
         """Train on one global batch; `load(j)` gives microbatch j of this data rank, on the device."""
@@ -128,12 +140,15 @@ class Engine:
         started = time.perf_counter()
         mesh.clock.seconds(reset=True)
         batches = [load(j) for j in range(self.microbatches)]
-        valid = self._count_valid(batches)
+        valid = self.count_valid(batches)
+        scale = None if self.scaler is None else self.scaler.scale
         if self.routers is not None:
-            self.routers.begin(scale=1.0)
-        scale_dtype = torch.promote_types(self.dtype, torch.float32)
-        loss, trace = self.pipeline.run(batches, 1.0 / valid.to(scale_dtype))
+            self.routers.begin(scale=1.0 if scale is None else float(scale))
+        loss, trace = self.pipeline.run(batches, self.gradient_scale(valid))
         gradients = self._complete_gradients()
+        if self.before_unscale is not None:
+            self.before_unscale(gradients)
+        flag = None if self.scaler is None else self.scaler.unscale(gradients)
         if self.after_backward is not None:
             self.after_backward(gradients)
         norm = global_norm(gradients, mesh, experts=self._experts)
@@ -141,7 +156,10 @@ class Engine:
         routing = {} if self.routers is None else self.routers.finish()
         mesh.phase = "optimizer"
         norm_value, loss_value = float(norm), float(total / valid)
-        updated = math.isfinite(norm_value) and math.isfinite(loss_value)
+        flagged = flag is not None and float(flag) > 0
+        updated = math.isfinite(norm_value) and math.isfinite(loss_value) and not flagged
+        if self.scaler is not None and math.isfinite(loss_value):
+            self.scaler.update(overflow=flagged)
         if not updated:
             self.data.forget_gradients()
         else:
@@ -155,12 +173,19 @@ class Engine:
             loss=loss_value,
             grad_norm=norm_value,
             updated=updated,
+            loss_scale=scale,
+            overflow=flagged and scale != 1 and math.isfinite(loss_value),
             valid_tokens=int(valid),
             step_s=time.perf_counter() - started,
             comm_s=mesh.clock.seconds(),
             trace=trace,
             routing=routing,
         )
+
+    def gradient_scale(self, valid: Tensor) -> Tensor:
+        """What the loss is multiplied by in backward: loss scale / valid tokens of the global batch."""
+        factor = 1.0 if self.scaler is None else float(self.scaler.scale)
+        return factor / valid.to(torch.promote_types(self.dtype, torch.float32))
 
     def evaluate(self, load: LoadMicrobatch) -> tuple[float, int]:
         """Sum of token losses and number of valid tokens of one global batch; nothing changes.
@@ -173,6 +198,17 @@ class Engine:
         self.mesh.phase = "metrics"
         valid = self.mesh.axis("data").all_reduce(_valid_tokens(batches))
         return float(self._agree_on_loss(loss)), int(valid)
+
+    @property
+    def loss_scale(self) -> LossScaleState | None:
+        """What a checkpoint keeps of the loss scale; None without one."""
+        return None if self.scaler is None else self.scaler.state
+
+    def restore(self, updates: int, loss_scale: LossScaleState | None) -> None:
+        """The persistent tensors were loaded: go on after so many updates, with this loss scale."""
+        self.data.loaded(updates)
+        if self.scaler is not None and loss_scale is not None:
+            self.scaler.loaded(loss_scale)
 
     def tensors(self) -> list[Tensor]:
         """Parameters, gradients and optimizer state that live on this rank now."""
@@ -190,7 +226,7 @@ class Engine:
             for end in sorted(ends):
                 self.data.reduce(end)
 
-    def _count_valid(self, batches: list[Microbatch]) -> Tensor:
+    def count_valid(self, batches: list[Microbatch]) -> Tensor:
         """Valid tokens of the global batch, at least 1; where routers need it, their tokens are counted as well."""
         self.mesh.phase = "metrics"
         counts = _valid_tokens(batches)
@@ -238,6 +274,8 @@ class Engine:
             self._make_expert_axes()
         if any("tie" in row.sums for row in self.table):
             self.mesh.axis("tie")
+        if self.plan.execution.scaling is not None:
+            self.mesh.axis("world")
 
     def _make_expert_axes(self) -> None:
         shards = self.plan.layout.expert_shards

@@ -153,11 +153,12 @@ def shared_tokens(layout: Layout, seq_len: int) -> list[Spans]:
 
 
 def _predict_scalars(plan: Plan) -> Events:
-    """The few numbers that every step agrees on, 8 bytes each.
+    """The few numbers that every step agrees on, 8 bytes each but for the flag.
 
     metrics: the count of valid tokens (data) before the step, two of them where a router loss is a mean over all that
              are no padding; the sum of losses (data, then pp) after it.
-    norm:    the squared gradient norm (data where ZeRO shards, tp, then pp; world for a model with experts).
+    norm:    the squared gradient norm (data where ZeRO shards, tp, then pp; world for a model with experts);
+             under a loss scale before it the flag of an overflow (world), 4 bytes.
     """
     layout, experts = plan.layout, bool(expert.routed_layers(plan.model))
     events: Events = Counter()
@@ -167,6 +168,8 @@ def _predict_scalars(plan: Plan) -> Events:
         events[Event("metrics", "data", "all_reduce", "float64", 8)] += 1
     if layout.pp > 1:
         events[Event("metrics", "pp", "all_reduce", "float64", 8)] += 1
+    if plan.execution.scaling is not None and layout.world_size > 1:
+        events[Event("norm", "world", "all_reduce", "float32", 4)] += 1
     if experts:
         if layout.world_size > 1:
             events[Event("norm", "world", "all_reduce", "float64", 8)] += 1

@@ -20,7 +20,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -28,10 +27,11 @@ import torch
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 from torch import Tensor
 
+from fivefold.core.loss_scale import LossScaleState
 from fivefold.core.value import Value
 from fivefold.errors import CheckpointError, ConfigError, ModelError
 from fivefold.nn.hub_files import COMPANIONS, MOST_COMPANION_BYTES, read_small
-from fivefold.nn.safetensors_io import CODES, Header, TensorFile, byte_view, read_header, read_region
+from fivefold.nn.safetensors_io import TensorFile, byte_view
 from fivefold.units import MIB, format_bytes
 
 MANIFEST = "manifest.json"
@@ -97,7 +97,7 @@ def _stored_twice(pieces: Sequence[PieceEntry]) -> PieceEntry | None:
     before: list[PieceEntry] = []
     for piece in sorted(pieces, key=lambda one: one.start):
         before = [one for one in before if not one.shape or one.region[0].stop > piece.start[0]]
-        if any(_overlap(one.region, piece.region) is not None for one in before):
+        if any(overlap(one.region, piece.region) is not None for one in before):
             return piece
         before.append(piece)
     return None
@@ -119,6 +119,8 @@ class Manifest(Value):
     next_sample: int = Field(ge=0)
     updates: int = Field(ge=0)
     """Updates of the optimizer; fewer than steps where steps were skipped."""
+    loss_scale: LossScaleState | None = None
+    """Of the next step; a run in float16 has one."""
     seed: int
     data: str
     """Fingerprint of the data."""
@@ -328,97 +330,8 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_files(folder: Path, manifest: Manifest, *, rank: int, ranks: int) -> None:
-    """Check this rank's share of the files (each file once over all ranks) against size and checksum.
-
-    Raises: CheckpointError naming the file.
-    """
-    for number, (name, entry) in enumerate(sorted(manifest.files.items())):
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != entry.size_bytes:
-                raise CheckpointError(
-                    f"{path} is damaged: {size} bytes, its manifest says {entry.size_bytes}; {OTHER_ONE}"
-                )
-            if number % ranks == rank and file_sha256(path) != entry.sha256:
-                raise CheckpointError(
-                    f"{path} is damaged: its checksum is not the one in the manifest; {OTHER_ONE}"
-                )
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}; {OTHER_ONE}") from None
-
-
-class Reader:
-    """Reads regions of global tensors. `bytes_read` counts the tensor bytes that were asked of files."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.bytes_read = 0
-        self._headers: dict[str, Header] = {}
-
-    def read(self, key: str, shape: tuple[int, ...]) -> Tensor:
-        """The whole tensor `key`, in the dtype that it was saved in. Raises: as `read_into`."""
-        entry = self.manifest.tensors.get(key)
-        dtype = DTYPES["float32" if entry is None else entry.dtype]
-        size, there = prod(shape) * dtype.itemsize, sum(f.size_bytes for f in self.manifest.files.values())
-        if size > there:
-            raise CheckpointError(f"{self.folder}: {key} takes {size} bytes, all files together have {there}")
-        target = torch.empty(shape, dtype=dtype)
-        self.read_into(target, key, shape, tuple(slice(0, n) for n in shape))
-        return target
-
-    def read_into(self, target: Tensor, key: str, shape: tuple[int, ...], region: Region) -> None:
-        """Fill `target` with the region of the tensor `key`.
-
-        Raises: CheckpointError where the tensor is missing, has another shape or dtype, or its pieces do not cover it.
-        """
-        entry = self.manifest.tensors.get(key)
-        if entry is None:
-            raise CheckpointError(f"{self.folder}: the tensor {key!r} is missing")
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"{self.folder}: {key} has shape {list(entry.shape)}, the model wants {list(shape)}"
-            )
-        if DTYPES[entry.dtype] != target.dtype:
-            raise CheckpointError(f"{self.folder}: {key} is {entry.dtype}, the run wants {target.dtype}")
-        filled = 0
-        for piece in entry.pieces:
-            common = _overlap(region, piece.region)
-            if common is None:
-                continue
-            inside = tuple(slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, piece.region))
-            place = target[tuple(slice(c.start - r.start, c.stop - r.start) for c, r in zip(common, region))]
-            direct = place.is_cpu and place.is_contiguous()
-            values = place if direct else torch.empty(place.shape, dtype=place.dtype)
-            self._read(piece, inside, values)
-            if not direct:
-                place.copy_(values)
-            filled += values.numel()
-        if filled != target.numel():
-            raise CheckpointError(
-                f"{self.folder}: the pieces of {key} hold {filled} of {target.numel()} elements"
-            )
-
-    def _read(self, piece: PieceEntry, inside: Region, into: Tensor) -> None:
-        """Positioned reads: a map would keep pages in memory, and end the process where a file is cut short."""
-        path = self.folder / piece.file
-        try:
-            if piece.file not in self._headers:
-                self._headers[piece.file] = read_header(path)
-            stored = self._headers[piece.file].entries.get(piece.name)
-            if stored is None:
-                raise ModelError("not found in its header")
-            if stored.shape != piece.shape:
-                raise ModelError(f"shape {list(stored.shape)}, its manifest says {list(piece.shape)}")
-            if stored.dtype != CODES[into.dtype]:
-                raise ModelError(f"{stored.dtype}, its manifest says {CODES[into.dtype]}")
-            self.bytes_read += read_region(stored, inside, into)
-        except ModelError as error:
-            raise CheckpointError(f"{path}: {piece.name}: {error}") from None
-
-
-def _overlap(a: Region, b: Region) -> Region | None:
+def overlap(a: Region, b: Region) -> Region | None:
+    """What two regions of a tensor have in common; None: nothing."""
     common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b))
     return None if any(part.start >= part.stop for part in common) else common
 

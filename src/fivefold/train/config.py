@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -19,12 +18,14 @@ from pydantic import (
 
 from fivefold.core.execution import MOST_MIB, DType, Execution, microbatches
 from fivefold.core.layout import Layout
-from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive, usable_name
+from fivefold.core.loss_scale import LossScaleConfig
+from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive
 from fivefold.core.value import Value, describe
 from fivefold.core.workload import MOST_SEQUENCES, MOST_TOKENS, Workload
 from fivefold.data.choice import DataSource
 from fivefold.errors import ConfigError, LayoutError, nearest
 from fivefold.strategies.pipeline.actions import read_actions
+from fivefold.train.sections import CheckpointConfig, LogConfig, PathName, ValidationConfig
 from fivefold.units import KIB, format_bytes
 
 CONFIG_LIMIT_BYTES = 64 * KIB
@@ -51,65 +52,20 @@ def _rows_or_auto(value: object) -> object:
         return value
     if value == "auto":
         return value
-    raise ValueError(f"Input should be an integer from 1 to {MOST_SEQUENCES}, or 'auto'")
+    raise ValueError(f"expected an integer from 1 to {MOST_SEQUENCES}, or 'auto'")
 
 
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_rows_or_auto)]
-PathName = Annotated[Path, AfterValidator(usable_name)]
 
 Data = Annotated[
     Annotated[Name, Tag("text")] | Annotated[tuple[DataSource, ...], Tag("source")],
     Discriminator(
         lambda value: {str: "text", list: "source", tuple: "source"}.get(type(value)),
         custom_error_type="data",
-        custom_error_message="Input should be text, or a list of {path, weight}",
+        custom_error_message="expected text, or a list of {path, weight}",
     ),
 ]
 """Told apart before they are checked, so that a fault is that of the one that was meant."""
-
-
-class CheckpointConfig(Value):
-    """When and where the state of a run is saved."""
-
-    folder: Name | None = None
-    """Where checkpoints go; null: none are saved."""
-    every: Positive = 100
-    """Steps between two checkpoints; the last step is always saved."""
-    keep: Positive = 2
-    """So many of the newest are kept."""
-    keep_every: Positive | None = None
-    """Those whose step is a multiple of this are kept for good."""
-    asynchronous: bool = True
-    """Write while training goes on; the step waits only for a copy of the state."""
-
-
-class ValidationConfig(Value):
-    """The loss on text that is not trained on."""
-
-    every: Positive | None = None
-    """Steps between two measurements; the last step is always measured. null: none."""
-    samples: Positive = 256
-    """So many samples, the same ones each time; fewer where the split has fewer."""
-    data: Name | None = None
-    """Where they come from; null: the validation split of `data`."""
-
-
-class LogConfig(Value):
-    """What a run tells, and where."""
-
-    every: Positive = 1
-    """Steps between two lines of metrics."""
-    metrics: PathName | None = None
-    """File that gets one JSON object per logged step; null: none. A file that is there already is only continued by
-    a run that resumes."""
-    records: Name | None = "default"
-    """Store of runs: `default` (the one that `fivefold runs` reads), a path, or null (not recorded)."""
-    tensorboard: PathName | None = None
-    """Folder of TensorBoard event files; null: none."""
-    wandb: Name | None = None
-    """Project of Weights & Biases; null: none."""
-    mlflow: Name | None = None
-    """Experiment of MLflow; null: none."""
 
 
 class TrainConfig(Value):
@@ -156,6 +112,8 @@ class TrainConfig(Value):
     """File with the actions of a `ppN:custom` layout, a line for each pipeline rank: `0F0, 0F1, 0B0, 0B1`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is NaN or infinite: stop and say where, or skip its update and count it."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """float16: what gradients are computed times, and how that changes."""
     optimizer: OptimizerConfig = OptimizerConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -164,6 +122,12 @@ class TrainConfig(Value):
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         microbatches(self.workload, self.layout, self.execution)
+        return self
+
+    @model_validator(mode="after")
+    def _loss_scale_acts(self) -> Self:
+        if self.loss_scale != LossScaleConfig() and self.dtype != "float16":
+            raise ValueError(f"loss_scale does nothing with dtype {self.dtype}; leave it out, or use float16")
         return self
 
     @property
@@ -181,6 +145,7 @@ class TrainConfig(Value):
             micro_batch=self.microbatch_rows,
             dtype=self.dtype,
             optimizer=self.optimizer,
+            loss_scale=self.loss_scale if self.dtype == "float16" else None,
             bucket_mib=self.bucket_mib,
             zero3_gather=self.zero3_gather,
             actions=None if self.actions is None else read_actions(self.actions),

@@ -25,7 +25,8 @@ from fivefold.errors import CheckpointError, ConfigError, ModelError
 from fivefold.nn.hub_write import MAX_SHARD_BYTES, HFWriter, Written
 from fivefold.runtime.mesh import Axis, Mesh
 from fivefold.strategies import compose
-from fivefold.train.checkpoint import Manifest, Reader, check_files, read_model_files
+from fivefold.train.checkpoint import Manifest, read_model_files
+from fivefold.train.checkpoint_reader import Reader, check_files
 from fivefold.train.companions import Companions
 from fivefold.units import MIB
 

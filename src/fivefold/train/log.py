@@ -16,6 +16,7 @@ from fivefold.errors import RecordError
 from fivefold.records.store import Run
 from fivefold.runtime.launch import Rank
 from fivefold.train.config import TrainConfig
+from fivefold.train.precision import PRECISION, Look, Precision, as_result, joined, thinned
 from fivefold.train.sinks import open_sinks
 from fivefold.train.trainer import StepMetrics
 
@@ -30,10 +31,21 @@ class Log:
     """Writes the numbers of all ranks on rank 0: metrics file line by line, record in small transactions, sinks."""
 
     def __init__(
-        self, config: TrainConfig, plan: Plan, rank: Rank, run: Run | None, *, start: int = 0
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        rank: Rank,
+        run: Run | None,
+        *,
+        start: int = 0,
+        precision: Precision | None = None,
     ) -> None:
-        """`start`: steps that were taken before; their lines in the metrics file are kept."""
-        self.rank, self.run = rank, run
+        """`start`: steps that were taken before; their lines in the metrics file are kept.
+
+        `precision`: this rank's part of the precision report, which goes to the record.
+        """
+        self.rank, self.run, self.precision = rank, run, precision
+        self.looks: list[Look] = []
         self.sinks = open_sinks(config.log, plan) if rank.rank == 0 else []
         self.rows: list[tuple[int, int, dict[str, float]]] = []
         self.logged = 0
@@ -76,10 +88,15 @@ class Log:
             sink.close()
 
     def _collect(self) -> None:
-        gathered = self._gather(self.rows)
+        looks = [] if self.precision is None else self.precision.take()
+        gathered = self._gather((self.rows, looks))
         self.rows = []
-        if self.rank.rank == 0 and self.run is not None:
-            self.run.log_many([row for rows in gathered[1:] for row in rows])
+        if self.rank.rank != 0 or self.run is None:
+            return
+        self.run.log_many([row for rows, _ in gathered[1:] for row in rows])
+        if self.precision is not None and self.precision.told:
+            self.looks = thinned([*self.looks, *joined(seen for _, seen in gathered)])
+            self.run.result(PRECISION, as_result(self.precision, self.looks))
 
     def _gather(self, value: Any) -> list[Any]:
         """The value of every rank on rank 0; elsewhere this rank's own."""

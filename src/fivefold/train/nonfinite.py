@@ -45,10 +45,7 @@ def find_nonfinite(engine: Engine, load: Callable[[int], Microbatch]) -> str:
                 hooks.append(part.register_forward_hook(_look_at_output((chunk, name), found.outputs)))
     try:
         batches = [load(j) for j in range(engine.microbatches)]
-        scale = torch.ones(
-            (), dtype=torch.promote_types(engine.dtype, torch.float32), device=batches[0].mask_BS.device
-        )
-        engine.pipeline.run(batches, scale)
+        engine.pipeline.run(batches, engine.gradient_scale(engine.count_valid(batches)))
         engine.data.wait()
         engine.data.forget_gradients()
     finally:

@@ -257,6 +257,7 @@ def train_rank(
         steps=config.steps,
         seed=config.seed,
         skip_nonfinite=config.on_nonfinite == "skip",
+        look_every=config.log.precision,
         weights=None if config.weights is None else HFCheckpoint.open(config.weights).read,
         validation=data.validation,
     )
@@ -269,7 +270,7 @@ def train_rank(
             data=corpus, warn=progress.warn, model_files=data.companions.to_files(),
         )  # fmt: skip
     first = rank.rank == 0
-    log = Log(config, plan, rank, run, start=trainer.start)
+    log = Log(config, plan, rank, run, start=trainer.start, precision=trainer.precision)
     if first:
         progress.start(plan, trainer.start, config.steps, rank)
     try:

@@ -34,16 +34,15 @@ from fivefold.train.checkpoint import (
     PARTIAL,
     Manifest,
     Piece,
-    Reader,
     abandoned,
-    check_files,
     checkpoints,
     merge_tensors,
     sync,
     write_model_files,
     write_pieces,
 )
-from fivefold.train.config import CheckpointConfig
+from fivefold.train.checkpoint_reader import Reader, check_files
+from fivefold.train.sections import CheckpointConfig
 from fivefold.train.trainer import Trainer
 
 Warn = Callable[[str], None]
@@ -114,6 +113,7 @@ class Saver:
             "step": step,
             "next_sample": step * plan.workload.global_batch,
             "updates": self.trainer.engine.data.updates,
+            "loss_scale": self.trainer.engine.loss_scale,
             "seed": self.trainer.seed,
             "data": self.data,
             "plan": plan.model_dump(mode="json"),
@@ -277,6 +277,10 @@ def load_checkpoint(path: Path, trainer: Trainer, rank: Rank, *, data: str) -> M
     manifest = Manifest.load(path)
     plan = trainer.plan
     check_same_job(path, manifest, plan, seed=trainer.seed, data=data)
+    if manifest.loss_scale is None and plan.execution.scaling is not None:
+        raise CheckpointError(
+            f"{path} lacks the loss scale that a run in {plan.execution.dtype} goes on with"
+        )
     table = compose.parameter_table(plan.model, plan.layout, plan.workload.seq_len)
     mine = trainer.engine.data.persistent()
     kinds = sorted({kind for kind, _, _ in mine})
@@ -289,7 +293,7 @@ def load_checkpoint(path: Path, trainer: Trainer, rank: Rank, *, data: str) -> M
         region = row.region(plan.layout, trainer.mesh.coordinate)
         inside = tuple(slice(0, part.stop - part.start) for part in region)
         reader.read_into(local[inside], f"{kind}/{row.tied_to or row.name}", row.shape, region)
-    trainer.engine.data.loaded(manifest.updates)
+    trainer.engine.restore(manifest.updates, manifest.loss_scale)
     trainer.start = manifest.step
     trainer.skipped = manifest.step - manifest.updates
     trainer.bytes_loaded = reader.bytes_read

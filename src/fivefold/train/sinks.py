@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from fivefold.core.plan import Plan
 from fivefold.errors import ConfigError
-from fivefold.train.config import LogConfig
+from fivefold.train.sections import LogConfig
 
 
 class Sink(Protocol):

@@ -22,6 +22,7 @@ from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.memory import LiveBytes
 from fivefold.runtime.mesh import Mesh
 from fivefold.train.nonfinite import find_nonfinite
+from fivefold.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class StepMetrics:
     """Time inside forward and backward computations."""
     skipped: int = 0
     """Steps without an update so far."""
+    loss_scale: int | None = None
+    """That the gradients of this step were multiplied by; None without one."""
+    overflows: int | None = None
+    """Skipped steps so far that only overflowed their loss scale; None without one."""
     validation_loss: float | None = None
     """Mean over the valid tokens of the held-out samples, after this step; None where it was not measured."""
 
@@ -84,9 +89,11 @@ class Trainer:
         steps: int,
         seed: int,
         skip_nonfinite: bool = False,
+        look_every: int | None = None,
         weights: ValueSource | None = None,
         validation: FirstSamples | None = None,
     ) -> None:
+        """`look_every`: steps between two looks at every layer, for the precision report; None: none."""
         self.plan, self.dataset, self.steps, self.seed = plan, dataset, steps, seed
         self.skip_nonfinite = skip_nonfinite
         self.validation = validation
@@ -94,9 +101,10 @@ class Trainer:
         """The first step to take; a checkpoint that is loaded moves it."""
         self.bytes_loaded = 0
         self.skipped = 0
-        """Steps whose loss or gradient norm was not finite."""
+        """Steps whose loss or gradient norm was not finite, overflows of the loss scale among them."""
         self.mesh = Mesh(plan.layout, rank.rank, rank.device)
         self.engine = Engine(plan, self.mesh, seed=seed, weights=weights)
+        self.precision = Precision(self.engine, look_every)
         self.tokens = plan.workload.tokens
         self.flops = training_flops(plan.model, plan.workload.seq_len) * self.tokens
         self.profile: Profile | None = None
@@ -107,17 +115,23 @@ class Trainer:
             yield self.step(step)
 
     def step(self, step: int) -> StepMetrics:
-        """Train on global batch `step` (from 0). Raises: FivefoldError where the loss or the norm is not finite."""
+        """Train on global batch `step` (from 0).
+
+        Raises: FivefoldError where the loss or the norm is not finite, unless it is an overflow that a smaller loss
+                scale mends, or such steps are skipped.
+        """
         lr = lr_at(step, self.plan.execution.optimizer, self.steps)
         cpu = time.process_time()
         watched = step == min(self.start + 1, self.steps - 1)
-        result = self._watched(step, lr) if watched else self._plain(step, lr)
+        with self.precision.watching(step + 1):
+            result = self._watched(step, lr) if watched else self._plain(step, lr)
         cpu = time.process_time() - cpu
         if not watched:
             self._chunk_s.append(result.trace.chunk_s)
+        self.precision.after(step + 1, result)
         if not result.updated:
             self.skipped += 1
-            if not self.skip_nonfinite:
+            if not (result.overflow or self.skip_nonfinite):
                 where = find_nonfinite(self.engine, feed(self.dataset, self.plan, self.mesh, step))
                 raise FivefoldError(
                     f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: training diverged; "
@@ -159,7 +173,7 @@ class Trainer:
         return result
 
     def _metrics(self, step: int, lr: float, cpu_s: float, result: StepResult) -> StepMetrics:
-        seconds = result.step_s
+        seconds, scaler = result.step_s, self.engine.scaler
         return StepMetrics(
             step=step + 1,
             loss=result.loss,
@@ -167,6 +181,8 @@ class Trainer:
             lr=lr,
             valid_tokens=result.valid_tokens,
             skipped=self.skipped,
+            loss_scale=result.loss_scale,
+            overflows=None if scaler is None else scaler.state.overflows,
             step_s=seconds,
             cpu_s=cpu_s,
             tokens_per_s=self.tokens / seconds,

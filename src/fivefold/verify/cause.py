@@ -105,7 +105,7 @@ def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, in
     step = f" in step {_step_of(name)}" if " step " in name else ""
     where = _where(bad, errors, bound)
     first: str | None = None
-    if quantity in ("loss", "grad_norm"):
+    if quantity in ("loss", "grad_norm", "loss_scale"):
         runs = " and ".join(sorted((run for _, run in bad), key=order))
         text = f"{what} differs by {worst:.2g} in {runs}{where}"
     elif quantity == "inputs":
@@ -115,7 +115,11 @@ def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, in
         first = _module_of(name)
         kind = next((label for kind, label in _KINDS.items() if f" {kind} " in f"{name} "), what)
         text = f"{kind} of {first}{step} is the first to differ ({extent} differ, worst {worst:.2g}{where})"
-    if ratio is not None and (first is not None or _count_names(ratio, counts, CLEAN_RATIO * bound)):
+    if quantity == "loss_scale":
+        counts = {}  # halving is no count of ranks
+    if ratio is not None and (
+        first is not None or not counts or _count_names(ratio, counts, CLEAN_RATIO * bound)
+    ):
         text += (
             f"; {what}: {_times(ratio, counts, CLEAN_RATIO * bound)}"  # two numbers always have some ratio
         )
@@ -187,6 +191,7 @@ def _backward(name: str) -> tuple[int, int, str]:
 
 _STAGES: dict[str, tuple[str, Callable[[str], tuple[int, int, str]]]] = {
     "initial": ("the initial value", _forward),
+    "loss_scale": ("the loss scale", _forward),
     "inputs": ("what the ranks read", _forward),
     "activations": ("the output", _forward),
     "logits": ("the logits", _forward),

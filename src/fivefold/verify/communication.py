@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from fivefold.core.events import difference, without_setup
+from fivefold.core.events import Events, difference, without_setup
 from fivefold.core.plan import Plan
 from fivefold.strategies import compose
 from fivefold.verify.observe import Observation
@@ -31,7 +32,8 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
             predicted = (
                 compose.predict_events(plan, rank, seen.rows, counts) if seen.routed.get(step) else plain
             )
-            for line in difference(predicted, without_setup(events)):
+            due = _skipped(predicted) if step in seen.skipped else predicted
+            for line in difference(due, without_setup(events)):
                 steps_of.setdefault(line, []).append(step)
         for line, steps in steps_of.items():
             every = len(steps) == len(seen.events) > 1
@@ -41,6 +43,11 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
         for line, places in found.items()
         for steps, ranks in places.items()
     ]
+
+
+def _skipped(events: Events) -> Events:
+    """What a step communicates that changes nothing: no updated parameters."""
+    return Counter({event: count for event, count in events.items() if event.phase != "optimizer"})
 
 
 def rank_names(ranks: Sequence[int], world_size: int = 0) -> str:

@@ -1,6 +1,7 @@
 """What one rank saw of its training steps: pieces of global tensors, each with the global region that it covers.
 
-Names of quantities follow the error measure: loss, logits, gradients, grad_norm, weights_sgd, weights_adamw, moments;
+Names of quantities follow the error measure: loss, logits, gradients, grad_norm, weights_sgd, weights_adamw, moments,
+loss_scale where a step overflows (`overflow.py`: of that step neither gradients nor their norm are kept);
 `initial` (weights before the first step), `inputs` (what the rank read) and `activations` (the output of the embedding
 and of every layer) serve to find what differs first. Names of tensors end in the step:
 `layers.0.mlp.up.weight step 2`, `head.weight exp_avg step 1`; of scalars in the run as well: `sgd step 2`. Steps count
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.events import Event
+from fivefold.core.execution import Execution
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, parameters
@@ -37,6 +39,7 @@ from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.context.order import local_spans, section
 from fivefold.strategies.expert.rules import routed_layers
 from fivefold.strategies.pipeline.apply import Microbatch
+from fivefold.verify.overflow import OVERFLOW_STEP, RESUMED_AFTER, expected_scale, overflowing, resumed
 from fivefold.verify.routes import Routed, watching_routes
 
 Region = tuple[slice, ...]
@@ -76,6 +79,8 @@ class Observation:
     """The experts that the tokens of every step went to, by run and step."""
     rows: tuple[ParameterRow, ...] | None = None
     """The parameters on one device, of a module that is not ours."""
+    skipped: set[str] = field(default_factory=set)
+    """Those that are meant to change nothing."""
 
 
 def observe(
@@ -87,41 +92,57 @@ def observe(
     steps: int,
     weights: ValueSource | None = None,
     make_own: Callable[[], OwnModel] | None = None,
+    overflow: bool = False,
 ) -> Observation:
     """Train `steps` steps with SGD and, from the same start, with AdamW; look at everything on the way.
 
     Loss, gradient norm and communication of every step; what is large (activations, logits, gradients, weights,
     moments) of the first step and of the last. `weights`: where the initial values come from; None: the seed.
     `make_own`: makes the module that is trained, with its own values; None: our decoder.
+    `overflow`: a new engine goes on after the first step, and a gradient of the third is infinite.
     """
     seen = Observation()
     mesh = Mesh(plan.layout, rank.rank, rank.device)
     for name in OPTIMIZERS:
         optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)
         execution = plan.execution.replace(optimizer=optimizer)
-        own = make_own() if make_own else None
-        values = own.values if own else weights
-        engine = Engine(
-            plan.replace(execution=execution), mesh, seed=seed, noise=NOISE, weights=values, model=own
-        )
-        seen.rows = own.rows if own else None
+
+        def make(execution: Execution = execution) -> Engine:
+            own = make_own() if make_own else None
+            seen.rows = own.rows if own else None
+            values = own.values if own else weights
+            changed = plan.replace(execution=execution)
+            return Engine(changed, mesh, seed=seed, noise=NOISE, weights=values, model=own)
+
+        engine = make()
         if name == "sgd":
             seen.pieces += [
                 _parameter_piece("initial", row, w, engine, None) for row, w in engine.data.weights()
             ]
         for step in range(1, steps + 1):
             kept, run = step in kept_steps(steps), f"{name} step {step}"
+            broken = overflow and step == OVERFLOW_STEP
             load = feed(dataset, plan, mesh, step - 1)
             with ExitStack() as stack:
                 ledger = stack.enter_context(Ledger(mesh))
                 seen.routed[run] = stack.enter_context(watching_routes(engine))
-                if kept and name == "sgd":
+                if broken:
+                    seen.skipped.add(run)
+                    stack.enter_context(overflowing(engine))
+                elif kept and name == "sgd":
                     load = stack.enter_context(_watching(engine, seen, step)).reading(load)
                 result = engine.step(load, LEARNING_RATE[name])
             seen.events[run] = ledger.events
-            seen.pieces += [_scalar("loss", run, result.loss), _scalar("grad_norm", run, result.grad_norm)]
-            if kept:
+            seen.pieces.append(_scalar("loss", run, result.loss))
+            if overflow:
+                scale = expected_scale(step) if result.loss_scale is None else result.loss_scale
+                seen.pieces.append(_scalar("loss_scale", run, scale))
+            if not broken:
+                seen.pieces.append(_scalar("grad_norm", run, result.grad_norm))
+            if kept or broken:
                 seen.pieces += _updated(engine, name, step)
+            if overflow and step == RESUMED_AFTER:
+                engine = resumed(engine, make)
     return seen
 
 
@@ -139,7 +160,7 @@ def kept_moments(plan: Plan, step: int) -> tuple[str, ...]:
 
 
 def required(
-    plan: Plan, steps: int, rows: tuple[ParameterRow, ...] | None = None
+    plan: Plan, steps: int, rows: tuple[ParameterRow, ...] | None = None, *, overflow: bool = False
 ) -> Iterator[tuple[str, str]]:
     """(quantity, name) of all that the ranks of any layout must have seen together: a model has nothing less.
 
@@ -151,19 +172,24 @@ def required(
         for name in ("embedding", *(f"layers.{i}" for i in range(plan.model.layers))):
             yield "activations", f"{name} step {step}"
         yield "logits", f"head step {step}"
+        yield from (("gradients", f"{name} step {step}") for name in names)
         yield from (
             ("routed_experts", f"layers.{i}.mlp.router step {step}") for i in routed_layers(plan.model)
         )
+    for step in sorted({*kept_steps(steps), *([OVERFLOW_STEP] if overflow else [])}):
         for name in names:
-            for quantity in ("gradients", *(f"weights_{optimizer}" for optimizer in OPTIMIZERS)):
-                yield quantity, f"{name} step {step}"
+            for optimizer in OPTIMIZERS:
+                yield f"weights_{optimizer}", f"{name} step {step}"
             for kind in (*kept_moments(plan, step), COUNT):
                 yield "moments", f"{name} {kind} step {step}"
     yield from (("initial", name) for name in names)
     for optimizer in OPTIMIZERS:
         for step in range(1, steps + 1):
             yield "loss", f"{optimizer} step {step}"
-            yield "grad_norm", f"{optimizer} step {step}"
+            if overflow:
+                yield "loss_scale", f"{optimizer} step {step}"
+            if not (overflow and step == OVERFLOW_STEP):
+                yield "grad_norm", f"{optimizer} step {step}"
 
 
 def _updated(engine: Engine, optimizer: str, step: int) -> list[Piece]:

@@ -1,10 +1,12 @@
-"""bfloat16 has no bound that is right for every model: a layout is as good as one device if it rounds no worse.
+"""16 bits have no bound that is right for every model: a layout is as good as one device if it rounds no worse.
 
 Both are compared with one device in float64 that starts from the same rounded weights. The error of a tensor is
 sqrt(sum (a - b)^2 / sum b^2), that of a quantity the mean over its tensors: the largest of thousands of roundings is
 luck, and differs twofold between two orders of the same sums. A layout passes where its error in every quantity is at
-most twice that of one device in bfloat16, or below half a unit in the last place of a bfloat16 number, which a scalar
-that comes out right by luck would else undercut. Faults are for float64 to find.
+most twice that of one device in the same format, or below half a unit in the last place of one of its numbers, which a
+scalar that comes out right by luck would else undercut. Faults are for float64 to find.
+
+float16 has a loss scale on both; errors are those of the unscaled gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,46 +34,50 @@ from fivefold.verify.observe import NOISE, Observation, observe
 from fivefold.verify.verify import KEPT_COPIES, SHRINK, STEPS, Verdict, limits_of
 from fivefold.verify.workload import common_plans
 
+Narrow = Literal["bfloat16", "float16"]
+
 WORSE = 2.0
 """So many times one device's own error is no worse: errors of roundings in another order are that far apart."""
-HALF_UNIT = 2.0**-9
-"""Relative error of rounding one number to bfloat16 (8 significant bits)."""
+HALF_UNIT: dict[Narrow, float] = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""Relative error of rounding one number to 8 or 11 significant bits."""
 NOT_JUDGED = ("weights_adamw",)
 """AdamW's first update is near lr x sign(g): a gradient near zero that rounds to the other side moves it by 2 lr."""
 
 
-def verify_bfloat16(
+def verify_rounding(
     spec: ModelSpec,
     layout: Layout,
     *,
+    dtype: Narrow = "bfloat16",
     steps: int = STEPS,
     seed: int = 0,
     device: str = "auto",
     actions: tuple[str, ...] | None = None,
 ) -> Verdict:
-    """Judge a layout in bfloat16 (float32 masters and reduction) by one device's own error against float64.
+    """Judge a layout in 16 bits (float32 masters and reduction) by one device's own error against float64.
 
     Raises: UserError if it cannot be run; RankFailure if a rank breaks.
     """
-    plan, single = common_plans(spec, layout, Layout(), "bfloat16", actions=actions)
+    plan, single = common_plans(spec, layout, Layout(), dtype, actions=actions)
     for one in (plan, single):
         check_size(one, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
-    exact = single.replace(execution=single.execution.replace(dtype="float64"))
+    exact = single.replace(execution=single.execution.replace(dtype="float64", loss_scale=None))
     alone, seen = _run(single, steps, seed, device), _run(plan, steps, seed, device)
     kept = assemble(alone).keys()  # float64 keeps the moments of more steps
-    found = assemble(_run(exact, steps, seed, device, rounded(seed)))
+    found = assemble(_run(exact, steps, seed, device, rounded(seed, dtype)))
     wholes = {key: whole for key, whole in found.items() if key in kept}
     own, errors, missing = _errors(alone, wholes), _errors(seen, wholes), compare(seen, wholes).missing
     lines = event_differences(plan, seen)
-    bounds = {q: max(WORSE * own[q], HALF_UNIT) for q in QUANTITIES if q not in NOT_JUDGED}
+    bounds = {q: max(WORSE * own[q], HALF_UNIT[dtype]) for q in QUANTITIES if q not in NOT_JUDGED}
+    broken = [q for q in bounds if not math.isfinite(own[q])]
     worse = {q: (errors[q], own[q]) for q, bound in bounds.items() if not errors[q] <= bound}
     return Verdict(
-        passed=not worse and not lines and not missing,
+        passed=not worse and not broken and not lines and not missing,
         max_rel_err=max(errors[q] for q in QUANTITIES if q not in NOT_JUDGED),
         layout=layout,
         against=Layout(),
         model=spec.name,
-        dtype="bfloat16",
+        dtype=dtype,
         bound=max(bounds.values()),
         steps=steps,
         seq_len=plan.workload.seq_len,
@@ -81,19 +87,19 @@ def verify_bfloat16(
         bounds=bounds,
         absent=tuple(q for q in QUANTITIES if not any(key[0] == q for key in wholes)),
         not_judged=NOT_JUDGED,
-        limits=limits_of(plan, Layout(), steps),
+        limits=(*limits_of(plan, Layout(), steps), *_limits(dtype)),
         events_match=not lines,
         event_differences=tuple(lines),
-        cause=_cause(worse, missing, lines),
+        cause=_cause(worse, broken, missing, lines),
     )
 
 
-def rounded(seed: int) -> ValueSource:
-    """Initial values as bfloat16 holds them, in the dtype that is asked for."""
+def rounded(seed: int, narrow: Narrow) -> ValueSource:
+    """Initial values as the narrow format holds them, in the dtype that is asked for."""
 
     def values(row: ParameterRow, layout: Layout, at: Mapping[MeshAxis, int], dtype: str) -> Tensor:
         kind: torch.dtype = getattr(torch, dtype)
-        return initial_value(row, layout, at, "bfloat16", seed=seed, noise=NOISE).to(kind)
+        return initial_value(row, layout, at, narrow, seed=seed, noise=NOISE).to(kind)
 
     return values
 
@@ -119,9 +125,20 @@ def _errors(seen: Sequence[Observation], wholes: Mapping[Key, Whole]) -> dict[st
     }
 
 
-def _cause(worse: dict[str, tuple[float, float]], missing: Sequence[Key], lines: Sequence[str]) -> str | None:
+def _limits(dtype: Narrow) -> tuple[str, ...]:
+    return ("no step overflowed: verify --overflow shows how one is skipped",) if dtype == "float16" else ()
+
+
+def _cause(
+    worse: dict[str, tuple[float, float]],
+    broken: Sequence[str],
+    missing: Sequence[Key],
+    lines: Sequence[str],
+) -> str | None:
     if missing:
         return f"no rank holds all of {missing[0][1]} ({missing[0][0]})"
+    if broken:
+        return f"one device itself overflows, so nothing is known: {', '.join(broken)} not finite"
     if worse:
         parts = [
             f"{q}: error {error:.1e} against float64, one device's own is {own:.1e}"

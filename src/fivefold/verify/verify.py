@@ -26,6 +26,7 @@ from fivefold.verify.cause import find_cause, name_axis
 from fivefold.verify.communication import event_differences
 from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
 from fivefold.verify.observe import MOMENTS, Observation, kept_moments, observe, required
+from fivefold.verify.overflow import STEPS as OVERFLOW_STEPS
 from fivefold.verify.workload import BOUNDS, common_plans, idle_windows
 
 STEPS = 2
@@ -53,9 +54,9 @@ class Verdict(Value):
     quantities: dict[str, float]
     """Error of each quantity; 0 for one that the model does not have (`absent`)."""
     own_errors: dict[str, float] | None = None
-    """In bfloat16: what one device's own error against float64 is; `quantities` are errors against float64 as well."""
+    """In 16 bits: what one device's own error against float64 is; `quantities` are errors against float64 as well."""
     bounds: dict[str, float] | None = None
-    """In bfloat16: the bound of each quantity; else `bound` holds for all."""
+    """In 16 bits: the bound of each quantity; else `bound` holds for all."""
     absent: tuple[str, ...]
     not_judged: tuple[str, ...]
     events_match: bool
@@ -84,21 +85,25 @@ def verify(
     find_axis: bool = True,
     actions: tuple[str, ...] | None = None,
     documents: bool = False,
+    overflow: bool = False,
 ) -> Verdict:
     """Compare two layouts (default: with one device) on this machine.
 
     `actions`: the action list of a layout with the schedule `custom`, a line for each pipeline rank.
     `documents`: samples of several documents that do not see one another, and of padding.
+    `overflow`: `layout` has a loss scale, the other one has none, and the third of at least four steps overflows.
     Raises: UserError if one of them cannot be run at all; RankFailure if a rank breaks.
     """
     if dtype not in BOUNDS:
         raise ConfigError(
-            f"verify judges {' and '.join(BOUNDS)}, not {dtype!r}; for bfloat16: rounding.verify_bfloat16"
+            f"verify judges {' and '.join(BOUNDS)}, not {dtype!r}; for 16 bits: rounding.verify_rounding"
         )
-    against = against or Layout.parse("dp1")
+    against, steps = against or Layout.parse("dp1"), max(steps, OVERFLOW_STEPS) if overflow else steps
     check_device_count(device_kind(device), max(layout.world_size, against.world_size))
-    plan, reference_plan = common_plans(spec, layout, against, dtype, actions=actions, documents=documents)
-    reference = Reference(reference_plan, steps=steps, seed=seed, device=device)
+    plan, reference_plan = common_plans(
+        spec, layout, against, dtype, actions=actions, documents=documents, overflow=overflow
+    )
+    reference = Reference(reference_plan, steps=steps, seed=seed, device=device, overflow=overflow)
     return reference.judge(plan, find_axis=find_axis)
 
 
@@ -113,13 +118,18 @@ class Reference:
         seed: int,
         device: str,
         make_own: Callable[[], OwnModel] | None = None,
+        overflow: bool = False,
     ) -> None:
-        """`make_own`: makes the module that is judged; None: our decoder of the plan's sizes."""
+        """`make_own`: makes the module that is judged; None: our decoder of the plan's sizes.
+
+        `overflow`: the third of at least four steps has an infinite gradient.
+        """
         self.plan, self.steps, self.seed, self.device, self.make_own = plan, steps, seed, device, make_own
+        self.overflow = overflow
         self._check_size(plan)
         observations = self._run(plan)
         self.wholes: dict[Key, Whole] = assemble(observations)
-        self.faults = own_faults(plan, observations, self.wholes, steps=steps)
+        self.faults = own_faults(plan, observations, self.wholes, steps=steps, overflow=overflow)
 
     def judge(self, plan: Plan, *, find_axis: bool = True) -> Verdict:
         """Run `plan` on the same data and compare; on failure, say why."""
@@ -131,15 +141,24 @@ class Reference:
         if verdict.passed or not find_axis or plan.layout.world_size == 1 or self.faults:
             return verdict
 
-        def still_fails(layout: Layout) -> bool:
+        def still_fails(layout: Layout, *, scaled: bool = True) -> bool:
             actions = plan.execution.actions if layout.schedule == "custom" else None
-            changed = plan.replace(layout=layout, execution=plan.execution.replace(actions=actions))
+            scale = plan.execution.loss_scale if scaled else None
+            execution = plan.execution.replace(actions=actions, loss_scale=scale)
+            changed = plan.replace(layout=layout, execution=execution)
             try:
                 return not self.judge(changed, find_axis=False).passed
             except FivefoldError:  # it cannot be run, or breaks: not known to be right
                 return True
 
-        return verdict.replace(cause=f"{verdict.cause}. Guilty: {name_axis(plan.layout, still_fails)}")
+        if plan.execution.loss_scale is not None and not still_fails(plan.layout, scaled=False):
+            scale = "the loss scale: without one the difference is gone"
+            if still_fails(Layout()):
+                return verdict.replace(cause=f"{verdict.cause}. Guilty: {scale}, and one device has it too")
+            guilty = f"{scale}; {name_axis(plan.layout, still_fails)}"
+        else:
+            guilty = name_axis(plan.layout, still_fails)
+        return verdict.replace(cause=f"{verdict.cause}. Guilty: {guilty}")
 
     def _check_size(self, plan: Plan) -> None:
         advice = "give a smaller module" if self.make_own else SHRINK
@@ -152,7 +171,13 @@ class Reference:
         )
         result: list[Any] = run_ranks(
             lambda rank: observe(
-                rank, plan, dataset, seed=self.seed, steps=self.steps, make_own=self.make_own
+                rank,
+                plan,
+                dataset,
+                seed=self.seed,
+                steps=self.steps,
+                make_own=self.make_own,
+                overflow=self.overflow,
             ),
             ranks=plan.layout.world_size,
             device=self.device,
@@ -210,7 +235,12 @@ def judge(
 
 
 def own_faults(
-    plan: Plan, observations: Sequence[Observation], wholes: dict[Key, Whole], *, steps: int
+    plan: Plan,
+    observations: Sequence[Observation],
+    wholes: dict[Key, Whole],
+    *,
+    steps: int,
+    overflow: bool = False,
 ) -> tuple[str, ...]:
     """What is wrong with what one layout saw, by itself.
 
@@ -221,7 +251,7 @@ def own_faults(
     errors = compare(observations, wholes)
     errors.missing = [
         key
-        for key in required(plan, steps, observations[0].rows)
+        for key in required(plan, steps, observations[0].rows, overflow=overflow)
         if key not in wholes or not wholes[key].covered.all()
     ]
     not_finite = [key for key, whole in wholes.items() if not np.isfinite(whole.values).all()]
@@ -263,9 +293,11 @@ def limits_of(plan: Plan, against: Layout, steps: int) -> tuple[str, ...]:
 
 def _counts(plan: Plan) -> dict[str, int]:
     layout = plan.layout
+    scaling = plan.execution.scaling
     microbatches = plan.workload.global_batch // (layout.dp * plan.execution.micro_batch)
     return {
         "the number of microbatches": microbatches,
+        "the loss scale": 1 if scaling is None else scaling.initial,
         **{axis: layout.degree(axis) for axis in ("dp", "tp", "pp", "cp")},
         "dp x microbatches": layout.dp * microbatches if layout.dp > 1 else 1,
         "dp x cp": layout.data if min(layout.dp, layout.cp) > 1 else 1,

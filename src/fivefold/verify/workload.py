@@ -9,13 +9,15 @@ from math import gcd, lcm
 from fivefold.core.cluster import Cluster
 from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
+from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
 from fivefold.errors import ConfigError
 from fivefold.strategies import compose
-from fivefold.strategies.pipeline.actions import parse_actions
+from fivefold.strategies.pipeline.actions import microbatches_of
+from fivefold.verify.overflow import SCALE
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 """Largest error that is rounding. AdamW weights are judged in float64: the mere order of microbatches moves them."""
@@ -25,6 +27,8 @@ SHORT_WINDOW, LONGEST_WINDOW = 64, 512
 """Attention windows that the sequence always exceeds, and up to which it does where that is affordable."""
 AFFORDABLE = 2**24
 """Elements of logits and activations of a global batch that each layout may keep for the sake of a window."""
+SMALL_SCALE = LossScaleConfig(initial=1024)
+"""In float16: small gradients do not vanish, and those of a new model do not overflow."""
 CLIP_NORM = 0.5
 """Below the usual first gradient norm, so that clipping acts and the weights depend on the norm."""
 
@@ -43,6 +47,7 @@ def common_plans(
     actions: tuple[str, ...] | None = None,
     documents: bool = False,
     check: Callable[[Plan], None] = compose.check,
+    overflow: bool = False,
 ) -> tuple[Plan, Plan]:
     """A small workload that is legal for both layouts, and the two plans.
 
@@ -51,10 +56,11 @@ def common_plans(
     positions (`idle_windows` tells where not). `actions`: the custom schedule of `layout`, which says how many
     microbatches there are. `documents`: tokens attend within their own document, of which a sample has several.
     `check`: whether the model can be run under a plan.
+    `overflow`: `layout` gets a loss scale, the other one none.
     """
-    if dtype not in (*BOUNDS, "bfloat16"):
-        raise ConfigError(f"verify compares in {', '.join(BOUNDS)} and bfloat16, not in {dtype!r}")
-    count = MICROBATCHES if actions is None else _microbatches_of(actions)
+    if dtype not in (*BOUNDS, "bfloat16", "float16"):
+        raise ConfigError(f"verify compares in {', '.join(BOUNDS)}, bfloat16 and float16, not in {dtype!r}")
+    count = MICROBATCHES if actions is None else microbatches_of(actions)
     global_batch = MICRO_BATCH * count * lcm(layout.dp, against.dp)
     unit = lcm(*(2 * cut.tp * cut.cp for cut in (layout, against)))
     lengths = [w + w // 2 for w in windows(spec) if w <= SHORT_WINDOW or _affordable(spec, w, global_batch)]
@@ -69,6 +75,11 @@ def common_plans(
             execution=Execution(
                 micro_batch=MICRO_BATCH,
                 dtype=dtype,
+                loss_scale=SMALL_SCALE
+                if dtype == "float16"
+                else SCALE
+                if overflow and cut is layout
+                else None,
                 optimizer=OptimizerConfig(clip_norm=CLIP_NORM),
                 actions=actions if cut is layout else None,
             ),
@@ -78,10 +89,6 @@ def common_plans(
     for plan in plans:
         check(plan)
     return plans[0], plans[1]
-
-
-def _microbatches_of(actions: tuple[str, ...]) -> int:
-    return 1 + max(action.microbatch for rank in parse_actions("\n".join(actions)) for action in rank)
 
 
 def windows(spec: ModelSpec) -> list[int]:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from fivefold.cli import runs
-from fivefold.cli.runs import command, last_rows, losses, sparkline
+from fivefold.cli import tables
+from fivefold.cli.run_details import last_rows, losses
+from fivefold.cli.runs import command
+from fivefold.cli.tables import sparkline
 from fivefold.errors import RecordError
 from fivefold.records.store import MetricRow, Store
 
@@ -125,7 +127,7 @@ def test_list_json(invoke: Invoke, store: Store) -> None:
 def test_show_tells_what_matters(invoke: Invoke, store: Store) -> None:
     run_id = example(store)
     text = invoke("show", run_id).stdout
-    for word in (run_id, "finished", "dp2 tp2", f"process {os.getpid()}", '{"passed": true}'):
+    for word in (run_id, "finished", "dp2 tp2", f"process {os.getpid()}", "verdict", "passed"):
         assert word in text
     assert "█▇▆▅▅▄▃▂▁  9 at step 1, 1 at step 9" in text
     ranks = [line.split() for line in text.splitlines() if line.strip().startswith(("0 ", "1 "))]
@@ -136,7 +138,7 @@ def test_show_tells_what_matters(invoke: Invoke, store: Store) -> None:
 def test_a_narrow_terminal_breaks_no_cell(
     invoke: Invoke, store: Store, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    monkeypatch.setattr(runs, "PIPE_WIDTH", 80)
+    monkeypatch.setattr(tables, "PIPE_WIDTH", 80)
     names = ["comm_data_s", "flops_per_s", "pipeline_s", "tokens_per_s", "valid_tokens", "validation_loss"]
     run = store.start(kind="train", layout="dp2 tp2 pp2:zbh1 zero1", model="tiny-llama", plan={})
     for rank in range(ranks):
@@ -250,3 +252,53 @@ def test_a_terminal_without_unicode(store: Store) -> None:
     example(store)
     shown = run_python(START, "show", "last", PYTHONIOENCODING="ascii").stdout
     assert "loss #%*" in shown
+
+
+def test_results_are_tables(invoke: Invoke, store: Store) -> None:
+    """Settings that are no defaults, rows with their units, numbers in order; nothing in braces."""
+    run = store.start(kind="train", layout="dp2", model="tiny", plan=None)
+    run.result("config", {"model": "m", "steps": 7, "optimizer": {"lr": 1e-3, "name": "sgd"}, "later_key": 1})
+    run.result("profiled_step", [{"rank": r, "peak_memory_bytes": 2048 + r * 1024} for r in range(14)])
+    run.result("stage_seconds", [0.001, 0.25])
+    run.result("score", 3.5)
+    shown = invoke("show", "last").stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    for line in (
+        "model m",
+        "steps 7",
+        "optimizer.name sgd",
+        "later_key 1",
+        "0 2 KiB",
+        "1 250 ms",
+        "result score 3.5",
+    ):
+        assert line in lines, (line, shown)
+    assert "optimizer.lr" not in shown, "a default"
+    assert "and 2 more; --json has all of them" in lines
+    assert "{" not in shown
+
+
+def test_the_precision_report(invoke: Invoke, store: Store) -> None:
+    def look(step: int, norm: object, largest: object) -> dict[str, Any]:
+        return {
+            "step": step,
+            "grad_norm": {"layers.0": norm},
+            "largest": {"layers.0": [largest, "layers.0.mlp"]},
+        }
+
+    run = store.start(kind="train", layout="dp2", model="tiny", plan=None)
+    report = {
+        "dtype": "float16", "largest_number": 65504.0, "scales": [[1, 64], [3, 32]],
+        "overflow_steps": list(range(2, 42)),
+        "layers": [look(5, 0.5, 8.0), look(10, math.inf, 16376.0), look(15, 2, 9)],
+    }  # fmt: skip
+    run.result("precision", report)
+    shown = invoke("show", "last").stdout
+    for words in (
+        "overflows: step 2, step 3, step 4, step 5, step 6, step 7, ... 28 more ..., step 36",
+        "loss scale: 64 from step 1, 32 from step 3",
+        "gradient norm, step 5", "gradient norm, step 15", "largest output in 3 looks",
+    ):  # fmt: skip
+        assert words in shown
+    row = next(line.split() for line in shown.splitlines() if line.strip().startswith("layers.0"))
+    assert row == ["layers.0", "0.5", "2", "16376", "at", "step", "10", "25.0%", "layers.0.mlp"]

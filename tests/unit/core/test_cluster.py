@@ -85,8 +85,8 @@ def test_refused_text(text: str, message: str) -> None:
     ("content", "message"),
     [
         (b"nodes: [{device: H100, cuont: 2}]", r"unknown key 'nodes.0.cuont' \(did you mean 'count'\?\)"),
-        (b"nodes: [{device: H100, count: 0}]", "nodes.0.count: Input should be greater than 0"),
-        (b"nodes: []", "at least 1 item"),
+        (b"nodes: [{device: H100, count: 0}]", "nodes.0.count: expected a number above 0"),
+        (b"nodes: []", "nodes: expected at least 1 values"),
         (b"nodes: [{count: 1}]", "missing key 'nodes.0.device'"),
         (b"3", "ours.yaml: expected keys and values"),
         (b"nodes: [\n  {", r"is not YAML \(line 2\)"),

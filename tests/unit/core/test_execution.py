@@ -45,7 +45,7 @@ def test_defaults_and_item_sizes() -> None:
 
 
 def test_unknown_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match="dtype: Input should be 'float32', 'float64' or 'bfloat16'"):
+    with pytest.raises(ConfigError, match="dtype: expected 'float32', 'float64', 'bfloat16' or 'float16'"):
         Execution.read({"dtype": "fp8"}, where="execution")
-    with pytest.raises(ConfigError, match="micro_batch: Input should be greater than 0"):
+    with pytest.raises(ConfigError, match="micro_batch: expected a number above 0"):
         Execution.read({"micro_batch": 0}, where="execution")

@@ -364,10 +364,10 @@ def test_refused_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dp": "x"}, "dp: Input should be a valid integer"),
+        ({"dp": "x"}, "dp: expected a whole number"),
         ({"chunk": 2}, r"unknown key 'chunk' \(did you mean 'chunks'\?\)"),
         ({"tp": -2}, "tp must be at least 1, got -2"),
-        ({"pp": 2, "schedule": "zb"}, "schedule: Input should be 'gpipe'"),
+        ({"pp": 2, "schedule": "zb"}, "schedule: expected 'gpipe'"),
         ({"pp": 2, "schedule": "zbv", "chunks": 3}, "zbv always has 2 chunks, got 3; write pp2:zbv"),
         ({"chunks": 2}, "needs pp of at least 2"),
         ({"cp": 4, "cp_ring": 2}, "cp4:ring leaves no choice of cp_ring=2 and cp_ulysses=1"),

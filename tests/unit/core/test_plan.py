@@ -83,7 +83,7 @@ def test_an_edited_file_is_noticed() -> None:
         ({"schema_version": 2}, "schema version 2 is not supported; this version reads 1"),
         ({"workloda": {}}, r"unknown key 'workloda' \(did you mean 'workload'\?\)"),
         ({"workload": {"seq_len": 4}}, "missing key 'workload.global_batch'"),
-        ({"execution": {"dtype": "fp8"}}, "execution.dtype: Input should be"),
+        ({"execution": {"dtype": "fp8"}}, "execution.dtype: expected 'float32'"),
     ],
 )
 def test_refused_content(change: dict[str, object], message: str) -> None:

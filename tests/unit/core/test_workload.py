@@ -15,7 +15,7 @@ def test_tokens() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"seq_len": 0, "global_batch": 1}, "job: seq_len: Input should be greater than 0"),
+        ({"seq_len": 0, "global_batch": 1}, "job: seq_len: expected a number above 0"),
         ({"seq_len": 8}, "job: missing key 'global_batch'"),
         (
             {"seq_len": 8, "global_batch": 1, "seq_length": 8},

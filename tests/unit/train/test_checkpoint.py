@@ -21,14 +21,13 @@ from fivefold.train import checkpoint as module
 from fivefold.train.checkpoint import (
     Manifest,
     Piece,
-    Reader,
     Region,
     abandoned,
-    check_files,
     checkpoints,
     merge_tensors,
     write_pieces,
 )
+from fivefold.train.checkpoint_reader import Reader, check_files
 
 KEY = "weights/layers.0.mlp.up.weight"
 

@@ -24,8 +24,8 @@ from fivefold.runtime.device import Device
 from fivefold.runtime.launch import Rank
 from fivefold.train import saver as module
 from fivefold.train.checkpoint import Manifest, Piece, checkpoints, write_pieces
-from fivefold.train.config import CheckpointConfig
 from fivefold.train.saver import Saver, load_checkpoint, restart_from, resume_from
+from fivefold.train.sections import CheckpointConfig
 from fivefold.train.trainer import Trainer
 
 BLOCK = BlockSpec(attention=AttentionSpec(heads=2, kv_heads=2, head_dim=4), mlp=MLPSpec(ffn=12))

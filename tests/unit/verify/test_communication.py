@@ -77,3 +77,15 @@ def test_what_is_missing_in_one_step_is_told() -> None:
     assert event_differences(plan, seen) == [
         f"rank 1, adamw step 2: {gone}: predicted {full[1][gone]}, recorded none (missing)"
     ]
+
+
+def test_a_skipped_step_updates_nobody() -> None:
+    """Under ZeRO-1 it must not gather parameters, and every other step must."""
+    plan = common_plans(SPEC, Layout.parse("dp2 zero1"), Layout(), "float64")[0]
+    whole = compose.predict_events(plan, 0)
+    short = Counter({event: n for event, n in whole.items() if event.op != "all_gather"})
+    assert whole != short
+    for events, fine in ((short, True), (whole, False)):
+        seen = [Observation([], {"sgd step 3": events}, {"sgd step 3"}) for _ in range(2)]
+        assert (event_differences(plan, seen) == []) == fine
+    assert event_differences(plan, [Observation([], {"sgd step 3": short}) for _ in range(2)])

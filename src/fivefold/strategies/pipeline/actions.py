@@ -244,6 +244,11 @@ def format_actions(lists: Lists) -> tuple[str, ...]:
     )
 
 
+def microbatches_of(lines: Sequence[str]) -> int:
+    """How many microbatches an action list has. Raises: ConfigError as `parse_actions`."""
+    return 1 + max((a.microbatch for rank in parse_actions("\n".join(lines)) for a in rank), default=0)
+
+
 def read_actions(path: Path) -> tuple[str, ...]:
     """The file's actions as a plan keeps them: one line for each pipeline rank, in the form of `format_actions`.
 

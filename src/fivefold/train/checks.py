@@ -1,0 +1,28 @@
+"""What can be refused before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+from fivefold.catalog.models import resolve
+from fivefold.core.cluster import Cluster
+from fivefold.core.plan import Plan
+from fivefold.strategies import compose
+from fivefold.train.config import TrainConfig
+
+
+def check_cheaply(config: TrainConfig) -> None:
+    """Whether the model, the layout and the batch go together. A layout that is still to be measured is not judged.
+
+    Raises: ModelError, LayoutError or WorkloadError with the numbers.
+    """
+    spec = resolve(config.model)
+    if config.layout.placement == "measured":
+        return
+    compose.check(
+        Plan(
+            model=spec,
+            cluster=Cluster.parse("cpu"),
+            workload=config.workload,
+            layout=config.layout,
+            execution=config.execution,
+        )
+    )

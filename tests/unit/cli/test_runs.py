@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,12 +238,13 @@ def test_start_is_quick_and_light(store: Store) -> None:
     assert run_python(LOADED, "list").stdout.endswith("['rich']\n")
     assert run_python(LOADED, "list", "--json").stdout.endswith("[]\n")
     taken_s: list[float] = []
-    while not taken_s or (
-        min(taken_s) >= 0.4 and len(taken_s) < 6
-    ):  # the best of six: others share the cores
-        begin = time.perf_counter()
+    while not taken_s or (min(taken_s) >= 0.4 and len(taken_s) < 6):  # CPU time: others share the cores
+        before = os.times()
         run_python(START, "list")
-        taken_s.append(time.perf_counter() - begin)
+        after = os.times()
+        taken_s.append(
+            after.children_user + after.children_system - before.children_user - before.children_system
+        )
     assert min(taken_s) < 0.4
 
 

@@ -1,7 +1,8 @@
 """Verify all dense strategies together, each layout against one device.
 
 Every power-of-two shape up to 8 ranks and some of 3, 5, 6 and 7, with options pairwise; then 100 layouts of 16 ranks
-that cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule and cp method.
+that cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule and cp method. Each recomputes in backward
+in some form, such that every form meets every option.
 
     python benchmarks/verify_walk.py [--models tiny-llama,tiny-uneven] [--dtype float64] [--folder FOLDER] [--out FILE]
 
@@ -27,7 +28,7 @@ from fivefold.catalog.models import preset
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.records.machine import machine_facts, versions
-from fivefold.strategies.legal import covering, legal_layouts
+from fivefold.strategies.legal import covering, legal_layouts, recompute_options, with_recompute
 from fivefold.verify.matrix import walk
 from fivefold.verify.verify import Verdict
 from fivefold.verify.workload import common_plans
@@ -59,11 +60,11 @@ def large(spec: ModelSpec) -> list[Layout]:
 
 def summary(verdicts: list[Verdict]) -> dict[str, Any]:
     return {
-        "layouts": len(verdicts),
+        "cases": len(verdicts),
         "passed": sum(verdict.passed for verdict in verdicts),
         "events_as_predicted": sum(verdict.events_match for verdict in verdicts),
         "worst": {q: max(v.quantities[q] for v in verdicts) for q in verdicts[0].quantities},
-        "failed": {str(v.layout): v.cause for v in verdicts if not v.passed},
+        "failed": {str(v.case): v.cause for v in verdicts if not v.passed},
     }
 
 
@@ -81,14 +82,15 @@ def main() -> int:
         spec = preset(name)
         for size, layouts in (("up to 8 ranks", small(spec)), ("16 ranks", large(spec))):
             results = options.folder / f"{name}-{options.dtype}.jsonl"
-            verdicts = walk(spec, layouts, dtype=options.dtype, device="cpu", results=results)
+            cases = with_recompute(layouts, recompute_options(spec))
+            verdicts = walk(spec, cases, dtype=options.dtype, device="cpu", results=results)
             console = Console(stderr=True)
             found[f"{name}, {size}"] = summary(
-                list(track(verdicts, f"{name}, {size}", total=len(layouts), console=console))
+                list(track(verdicts, f"{name}, {size}", total=len(cases), console=console))
             )
-    table = Table("model", "layouts", "passed", "as predicted", "largest error")
+    table = Table("model", "cases", "passed", "as predicted", "largest error")
     for name, one in found.items():
-        counts = [one["layouts"], one["passed"], one["events_as_predicted"]]
+        counts = [one["cases"], one["passed"], one["events_as_predicted"]]
         table.add_row(name, *map(str, counts), f"{max(one['worst'].values()):.1e}")
     Console().print(table)
     if options.out:
@@ -102,7 +104,7 @@ def main() -> int:
             {**head, "dtype": options.dtype, "seconds": time.time() - started, "walks": found}, indent=1
         )
         options.out.write_text(text + "\n")
-    return 0 if all(one["passed"] == one["layouts"] for one in found.values()) else 1
+    return 0 if all(one["passed"] == one["cases"] for one in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from fivefold.core.layout import Layout
 from fivefold.engine.engine import Engine
 from fivefold.errors import ConfigError
+from fivefold.strategies.legal import Case
 from fivefold.verify import matrix
-from fivefold.verify.matrix import chosen_layouts, skipped_shapes, walk
+from fivefold.verify.matrix import chosen_cases, skipped_shapes, walk
 from fivefold.verify.verify import Verdict
 
 from .command_line import CommandLine
@@ -20,11 +22,11 @@ from .models import PLAIN
 
 SPEC = PLAIN.replace(name="matrix", hidden=16, blocks=PLAIN.blocks[:1])
 """One layer: no pipeline is legal."""
-DP2, TP2 = Layout.parse("dp2"), Layout.parse("tp2")
+DP2, TP2 = Case(Layout.parse("dp2")), Case(Layout.parse("tp2"), "full")
 
 
-def walked(layouts: list[Layout], results: Path | None = None, **options) -> list[Verdict]:
-    return list(walk(SPEC, layouts, steps=1, device="cpu", results=results, **options))
+def walked(cases: list[Case], results: Path | None = None, **options) -> list[Verdict]:
+    return list(walk(SPEC, cases, steps=1, device="cpu", results=results, **options))
 
 
 def lines_of(path: Path) -> list[str]:
@@ -43,9 +45,14 @@ def broken_beyond_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_shape_is_chosen_or_skipped_with_its_rule() -> None:
-    chosen, skipped = chosen_layouts(SPEC, 2), skipped_shapes(SPEC, 2)
-    assert {(one.dp, one.tp, one.pp, one.cp) for one in chosen} == {(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)}
-    assert {one.zero for one in chosen if one.dp == 2} == {0, 1, 2, 3}
+    chosen, skipped = chosen_cases(SPEC, 2), skipped_shapes(SPEC, 2)
+    cuts = [case.layout for case in chosen]
+    assert {(one.dp, one.tp, one.pp, one.cp) for one in cuts} == {(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)}
+    assert {one.zero for one in cuts if one.dp == 2} == {0, 1, 2, 3}
+    modes = {"none", "attention", "mlp", "attention+mlp", "full"}  # one layer: no full/2
+    assert {(c.recompute, c.layout.sp) for c in chosen if c.layout.tp == 2} == set(
+        product(modes, (True, False))
+    )
     ((layout, rule),) = skipped
     assert str(layout) == "pp2"
     assert "2 pipeline stages" in rule
@@ -63,18 +70,18 @@ def test_a_walk_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.
     judge = matrix._judge
 
     def counted(plans, *arguments):
-        judged.append(str(plans[0].layout))
+        judged.append(str(Case(plans[0].layout, plans[0].execution.recompute)))
         return judge(plans, *arguments)
 
     monkeypatch.setattr(matrix, "_judge", counted)
     verdicts = walked([DP2, TP2], file)
-    assert judged == ["tp2"]
+    assert judged == ["tp2 recompute=full"]
     assert verdicts[0] == first
-    assert [str(v.layout) for v in verdicts] == ["dp2", "tp2"]
+    assert [str(v.case) for v in verdicts] == ["dp2", "tp2 recompute=full"]
     assert all(v.passed for v in verdicts)
     assert [json.loads(line).get("layout") for line in lines_of(file)] == [None, "dp2", "tp2"]
     assert walked([DP2, TP2], file) == verdicts
-    assert judged == ["tp2"]
+    assert judged == ["tp2 recompute=full"]
 
 
 def test_a_file_of_another_walk_is_refused(tmp_path: Path) -> None:
@@ -123,7 +130,8 @@ def test_a_rank_that_breaks_fails_its_layout_only(tmp_path: Path, monkeypatch: p
 MATRIX = ["verify", "--model", "config.json", "--matrix", "--max-ranks", "2", "--steps", "1"]
 
 
-def test_command_json(fivefold: CommandLine) -> None:
+def test_command_json(fivefold: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "recompute_options", lambda _: ["full"])
     fivefold.model(num_hidden_layers=1, vocab_size=30, hidden_size=16, intermediate_size=12)
     ended = fivefold(*MATRIX, "--results", "r.jsonl", "--json")
     assert ended.code == 0, ended.err
@@ -135,8 +143,10 @@ def test_command_json(fivefold: CommandLine) -> None:
     assert [(one["layout"], "2 pipeline stages" in one["rule"]) for one in found["skipped"]] == [
         ("pp2", True)
     ]
+    assert {verdict["recompute"] for verdict in found["layouts"]} == {"full"}
     again = fivefold(*MATRIX, "--results", "r.jsonl")
     assert again.code == 0
+    assert "tp2 recompute=full" in again.out
     count = len(found["layouts"])
     assert f"{count} of {count} are the same model" in again.out
     assert "1 shape is not legal; the first: pp2" in again.out
@@ -150,7 +160,7 @@ def test_command_with_no_time_and_with_ranks_that_break(
     assert (nothing.code, nothing.json()["passed"], nothing.json()["complete"]) == (1, False, False)
     assert "dp2" in nothing.json()["left"]
     broken_beyond_one_rank(monkeypatch)
-    monkeypatch.setattr(matrix, "chosen_layouts", lambda *_: [DP2])
+    monkeypatch.setattr(matrix, "chosen_cases", lambda *_: [DP2])
     failed = fivefold(*MATRIX, "--json")
     assert failed.code == 1
     assert "rank is ill" in failed.json()["layouts"][0]["cause"]

@@ -14,6 +14,7 @@ from fivefold.errors import ConfigError
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
     from fivefold.core.model_spec import ModelSpec
+    from fivefold.strategies.legal import Case
     from fivefold.verify.verify import Verdict
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -43,15 +44,15 @@ def run_matrix(
 ) -> int:
     """Judge the layouts one after another. Exit code 0 if every one that was judged passed."""
     from fivefold.cli.output import print_json
-    from fivefold.verify.matrix import chosen_layouts, skipped_shapes, walk
+    from fivefold.verify.matrix import chosen_cases, skipped_shapes, walk
 
     limit_s = seconds_of(budget)
-    layouts = chosen_layouts(spec, max_ranks)
+    cases = chosen_cases(spec, max_ranks)
     skipped = skipped_shapes(spec, max_ranks)
     verdicts: list[Verdict] = []
     steps_of = walk(
         spec,
-        layouts,
+        cases,
         dtype=dtype,
         steps=steps,
         seed=seed,
@@ -59,13 +60,13 @@ def run_matrix(
         budget_s=limit_s,
         results=results,
     )
-    with _progress(len(layouts)) as bar:
+    with _progress(len(cases)) as bar:
         for verdict in steps_of:
             verdicts.append(verdict)
             bar(verdict)
     passed = bool(verdicts) and all(verdict.passed for verdict in verdicts)
-    judged = {verdict.layout for verdict in verdicts}
-    left = [layout for layout in layouts if layout not in judged]
+    judged = {verdict.case for verdict in verdicts}
+    left = [case for case in cases if case not in judged]
     if as_json:
         print_json(
             {
@@ -74,7 +75,7 @@ def run_matrix(
                 "max_rel_err": max((verdict.max_rel_err for verdict in verdicts), default=0.0),
                 "layouts": [verdict.model_dump(mode="json") for verdict in verdicts],
                 "skipped": [{"layout": str(layout), "rule": rule} for layout, rule in skipped],
-                "left": [str(layout) for layout in left],
+                "left": [str(case) for case in left],
             }
         )
     else:
@@ -112,7 +113,7 @@ class _progress:
     def __call__(self, verdict: Verdict) -> None:
         self.done += 1
         outcome = f"{verdict.max_rel_err:.1e}" if verdict.passed else "FAILED"
-        line = f"{verdict.layout}  {outcome}"
+        line = f"{verdict.case}  {outcome}"
         self.bar.update(self.task, completed=self.done, line=line)
         if self.plain:
             click.echo(f"{self.done}/{self.total}  {line}", err=True)
@@ -122,7 +123,7 @@ def _print(
     model: str,
     verdicts: list[Verdict],
     skipped: list[tuple[Layout, str]],
-    left: list[Layout],
+    left: list[Case],
     results: Path | None,
 ) -> None:
     from rich.console import Console
@@ -134,12 +135,12 @@ def _print(
     for verdict in verdicts:
         events = "as predicted" if verdict.events_match else "[red]differs[/red]"
         outcome = "[green]ok[/green]" if verdict.passed else "[red]failed[/red]"
-        table.add_row(str(verdict.layout), f"{verdict.max_rel_err:.1e}", events, outcome)
+        table.add_row(str(verdict.case), f"{verdict.max_rel_err:.1e}", events, outcome)
     console = Console(file=sys.stdout)
     console.print(table)
     failed = [verdict for verdict in verdicts if not verdict.passed]
     for verdict in failed:
-        console.print(f"{verdict.layout}: {verdict.cause}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{verdict.case}: {verdict.cause}", markup=False, highlight=False, soft_wrap=True)
     worst = max((verdict.max_rel_err for verdict in verdicts), default=0.0)
     passed = len(verdicts) - len(failed)
     console.print(

@@ -57,6 +57,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Under a loss scale, with a step that overflows on one rank of the layout.",
 )
+@click.option(
+    "--recompute",
+    default="none",
+    show_default=True,
+    help="What the layout computes again in backward, such as full.",
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
@@ -74,6 +80,7 @@ def command(
     shrink: bool,
     documents: bool,
     overflow: bool,
+    recompute: str,
     device: str,
     as_json: bool,
 ) -> int:
@@ -107,6 +114,8 @@ def command(
     if (documents or overflow) and (matrix or narrow):
         option = "--documents" if documents else "--overflow"
         raise click.UsageError(f"{option} goes with --layout, in float64 or float32")
+    if matrix and recompute != "none":
+        raise click.UsageError("--recompute goes with --layout; --matrix tries all of it")
     lines = None if actions is None else read_actions(actions)
 
     from fivefold.verify import verify as judge
@@ -131,12 +140,19 @@ def command(
         if reference.world_size > 1:
             raise click.UsageError(f"{dtype} is compared with dp1 in float64; leave --against out")
         verdict = verify_rounding(
-            spec, candidate, dtype=dtype, steps=steps, seed=seed, device=device, actions=lines
+            spec,
+            candidate,
+            dtype=dtype,
+            steps=steps,
+            seed=seed,
+            device=device,
+            actions=lines,
+            recompute=recompute,
         )
     else:
         verdict = judge.verify(
             spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device,
-            actions=lines, documents=documents, overflow=overflow,
+            actions=lines, documents=documents, overflow=overflow, recompute=recompute,
         )  # fmt: skip
     if as_json:
         print_json(verdict.model_dump(mode="json"))
@@ -150,9 +166,9 @@ def _print(verdict: Verdict) -> None:
     from rich.table import Table
 
     own = verdict.own_errors
-    title = f"{verdict.model}: {verdict.layout} against {verdict.against}, {verdict.dtype}"
+    title = f"{verdict.model}: {verdict.case} against {verdict.against}, {verdict.dtype}"
     if own:
-        title = f"{verdict.model}: {verdict.layout}, and one device, in {verdict.dtype} against float64"
+        title = f"{verdict.model}: {verdict.case}, and one device, in {verdict.dtype} against float64"
     table = Table(title=title, title_justify="left")
     errors = ("error", "one device's own") if own else ("relative error",)
     for name in ("quantity", *errors, ""):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from fivefold.core.layout import Axis
@@ -61,6 +61,13 @@ def total_bytes(events: Mapping[Event, int], axis: Axis | None = None, phase: Ph
         event.bytes * count
         for event, count in events.items()
         if axis in (None, event.axis) and phase in (None, event.phase)
+    )
+
+
+def forward_again(events: Mapping[Event, int]) -> Events:
+    """The events of a forward as those of a recompute: they happen once more, in backward."""
+    return Counter(
+        {replace(event, phase="backward"): n for event, n in events.items() if event.phase == "forward"}
     )
 
 

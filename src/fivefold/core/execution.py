@@ -9,6 +9,7 @@ from pydantic import Field
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.optimizer import OptimizerConfig
+from fivefold.core.recompute import Recompute, RecomputeText
 from fivefold.core.router import RouterConfig
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
@@ -36,7 +37,8 @@ class Execution(Value):
     """Sequences that one rank computes at a time."""
     dtype: DType = "float32"
     """Parameters and compute. 16 bits keep float32 master weights beside them, which the optimizer updates."""
-    recompute: Literal["none"] = "none"
+    recompute: RecomputeText = "none"
+    """Activations that are computed again in backward rather than kept: `none`, `attention+mlp`, `full`, `full/2`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     router: RouterConfig = RouterConfig()
     """Losses and balancing of a mixture of experts; nothing in other models."""
@@ -48,6 +50,10 @@ class Execution(Value):
     """ZeRO-3: gather parameters for each forward and backward, or once a step and keep them until its end."""
     actions: tuple[str, ...] | None = None
     """The computations of a `custom` pipeline schedule, a line for each pipeline rank: `0F0, 0F1, 0B0, 0B1`."""
+
+    @property
+    def recomputed(self) -> Recompute:
+        return Recompute.parse(self.recompute)
 
     @property
     def itemsize_bytes(self) -> int:

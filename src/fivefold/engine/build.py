@@ -38,9 +38,9 @@ def build_chunks(
 ) -> dict[int, tuple[nn.Module, Pairs]]:
     """This rank's chunks: virtual stage -> (module, its parameters with their rows).
 
-    Strategies act in a fixed order: the pipeline keeps a stage, tensor and context parallelism replace modules, then
-    the parameters are made in their local shapes. Memory: never more than this rank's part and one tile; under ZeRO-3
-    the parameters get no values and no memory, as data parallelism gathers them.
+    Strategies act in a fixed order: the pipeline keeps a stage, tensor and context parallelism replace modules,
+    recompute wraps regions of layers, then the parameters are made in their local shapes. Memory: never more than this
+    rank's part and one tile; under ZeRO-3 the parameters get no values and no memory: data parallelism gathers them.
     `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification).
     `weights`: where the values come from; None: the seed. `deferred`: for schedules with W actions.
     `model`: what is cut; None: our decoder.

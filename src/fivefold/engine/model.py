@@ -11,6 +11,7 @@ from torch import nn
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow
+from fivefold.engine import recompute
 from fivefold.nn.decoder import Decoder
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
@@ -82,4 +83,5 @@ class Native:
             module, mesh, router=plan.execution.router, seq_len=seq_len,
             shared_tokens=compose.shared_tokens(mesh.layout, seq_len), deferred=deferred,
         )  # fmt: skip
+        recompute.apply(module, self.spec, plan.execution.recomputed)
         return module

@@ -16,7 +16,8 @@ from pathlib import Path
 from torch import nn
 
 from fivefold.core.plan import Plan
-from fivefold.engine.own_check import check_structure
+from fivefold.engine import recompute
+from fivefold.engine.own_check import check_recompute, check_structure
 from fivefold.nn.own import find_parts, measure, own_rows
 from fivefold.nn.own_stage import OwnRoot, OwnStage
 from fivefold.nn.own_values import OwnValues
@@ -49,6 +50,7 @@ class OwnModel:
     def check(self, plan: Plan) -> None:
         """Raises: LayoutError or WorkloadError as for every model; ModelError naming the module that forbids it."""
         check_structure(self.parts, plan.layout)
+        check_recompute(self.parts, plan.execution.recomputed)
         compose.check_cut(plan)
 
     def chunk(
@@ -71,6 +73,7 @@ class OwnModel:
             for name in self.parts.inside(layer, "attention")
         }
         context.apply(stage, self.module, attentions, mesh)
+        recompute.apply(stage, self.spec, plan.execution.recomputed)
         for module in self.module.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(mesh.device.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
 from fivefold.errors import ModelError
 from fivefold.nn.own import Parts, head_dim, linear
 
@@ -31,6 +32,15 @@ def check_structure(parts: Parts, layout: Layout) -> None:
                 f"cp{layout.cp} does not fit {parts.kind}: each rank has some tokens of a sequence, but its forward "
                 f"takes no places of tokens; give it a parameter position_ids or positions"
             )
+
+
+def check_recompute(parts: Parts, recompute: Recompute) -> None:
+    """Raises: ModelError for parts of layers, which only our own layers compute apart."""
+    if recompute.regions not in ((), ("layer",)):
+        raise ModelError(
+            f"recompute={recompute} does not fit {parts.kind}: attention and MLP of its layers cannot be called apart; "
+            f"nearest: {Recompute(('layer',), recompute.every)}"
+        )
 
 
 def _refuse_chance(parts: Parts) -> None:

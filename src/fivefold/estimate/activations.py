@@ -10,6 +10,7 @@ x bytes of an element in the dtype of arithmetic, w bytes of at least float32 (n
     attention                    T(2N + 2K)H x (q, k, v, output) + TN w (log of the sum of exponentials)
     a mask, where one is needed  S*S x (sliding window)
     gated MLP                    4 TF x (gate, up, activation, product); plain MLP: 2 TF x
+    a recomputed region          T'D x, its input, and nothing of the above that is inside it
 
 The formula is that of Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for flash attention, GQA and a gated MLP;
 each term is what torch's CPU kernels save, counted to the byte. Fused norms keep T'D x + T' w instead.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from fivefold.core.execution import ITEMSIZE_BYTES, DType
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import BlockSpec, plain_parts
+from fivefold.core.recompute import Regions
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,28 @@ class SavedBytes:
     """Inputs of the column-parallel maps."""
     attention: int
     mlp: int
+    inputs: int
+    """Inputs of what is recomputed; its own parts are 0."""
 
     @property
     def total(self) -> int:
-        return self.norms + self.projections + self.attention + self.mlp
+        return self.norms + self.projections + self.attention + self.mlp + self.inputs
 
 
 def layer_saved_bytes(
-    block: BlockSpec, hidden: int, layout: Layout, *, micro_batch: int, seq_len: int, dtype: DType
+    block: BlockSpec,
+    hidden: int,
+    layout: Layout,
+    *,
+    micro_batch: int,
+    seq_len: int,
+    dtype: DType,
+    recomputed: Regions = (),
 ) -> SavedBytes:
-    """Bytes kept by one layer for one microbatch of `micro_batch` x `seq_len` tokens (cp = 1, no recompute).
+    """Bytes kept by one layer for one microbatch of `micro_batch` x `seq_len` tokens (cp = 1).
+
+    `recomputed`: what is computed again in backward. While the backward of a region runs, all that it keeps without
+    recompute is there as well: that of one region at a time, with a zero-bubble schedule until its W.
 
     Formula: see the head of this file. What all layers share (rotary angles) and the parameters are not counted.
     Raises: ModelError for a block that is not plain GQA with a dense MLP.
@@ -54,16 +68,18 @@ def layer_saved_bytes(
     tokens = micro_batch * seq_len
     mine = tokens // tp if layout.sequence_parallel else tokens
     heads, kv_heads = attention.heads // tp, max(1, attention.kv_heads // tp)
-    norms = 2 * (2 * mine * hidden + mine) * wide
-    if attention.qk_norm:
-        norms += (2 * attention.head_dim + 1) * tokens * (heads + kv_heads) * wide
+    norm = (2 * mine * hidden + mine) * wide
+    head_norms = (2 * attention.head_dim + 1) * tokens * (heads + kv_heads) * wide if attention.qk_norm else 0
     core = 2 * tokens * (heads + kv_heads) * attention.head_dim * x + tokens * heads * wide
     if attention.window is not None and attention.window < seq_len:
         core += seq_len * seq_len * x
-    width = tokens * (mlp.ffn // tp) * x
+    width = (4 if mlp.gated else 2) * tokens * (mlp.ffn // tp) * x
+    keeps_attention = {"layer", "attention"}.isdisjoint(recomputed)
+    keeps_mlp = {"layer", "mlp"}.isdisjoint(recomputed)
     return SavedBytes(
-        norms=norms,
-        projections=2 * mine * hidden * x,
-        attention=core,
-        mlp=(4 if mlp.gated else 2) * width,
+        norms=keeps_attention * (norm + head_norms) + keeps_mlp * norm,
+        projections=(keeps_attention + keeps_mlp) * mine * hidden * x,
+        attention=keeps_attention * core,
+        mlp=keeps_mlp * width,
+        inputs=len(recomputed) * mine * hidden * x,
     )

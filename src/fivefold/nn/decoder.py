@@ -35,7 +35,12 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None, valid_BS: Tensor | None = None
     ) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, mask)
+        return self.feed(self.attend(x_BSD, rope, mask), valid_BS)
+
+    def attend(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
+        return x_BSD + self.attention(self.attention_norm(x_BSD), rope, mask)  # type: ignore[no-any-return]
+
+    def feed(self, x_BSD: Tensor, valid_BS: Tensor | None) -> Tensor:
         y_BSD = self.mlp_norm(x_BSD)
         return x_BSD + (self.mlp(y_BSD, valid_BS) if self.routed else self.mlp(y_BSD))  # type: ignore[no-any-return]
 

@@ -37,6 +37,11 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.degree == 1 else _AllReduce.apply(x, axis)
 
 
+def all_reduce_(x: Tensor, axis: Axis) -> Tensor:
+    """`all_reduce` in place, for what no backward reads."""
+    return x if axis.degree == 1 else _AllReduceInPlace.apply(x, axis)
+
+
 def all_to_all(x: Tensor, axis: Axis, cut: int, join: int) -> Tensor:
     """Part i along `cut` to member i, joined along `join`. Comm: all-to-all of x. Backward: the reverse, same bytes."""
     return x if axis.degree == 1 else _AllToAll.apply(x, axis, cut, join)
@@ -78,6 +83,17 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _AllReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.mark_dirty(x)
+        return axis.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

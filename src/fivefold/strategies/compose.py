@@ -14,6 +14,7 @@ from fivefold.core.execution import microbatches
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec, require_plain_decoder
 from fivefold.core.plan import Plan
+from fivefold.core.recompute import check as check_recompute
 from fivefold.core.sharding import ParameterRow, parameters
 from fivefold.errors import LayoutError
 from fivefold.strategies.context import rules as context
@@ -41,6 +42,7 @@ def check_cut(plan: Plan) -> None:
         raise LayoutError(
             f"sequence length {plan.workload.seq_len} exceeds the {spec.max_positions} positions of {spec.name}"
         )
+    check_recompute(plan.execution.recomputed, spec)
     data.check(layout, plan.execution.zero3_gather)
     pipeline.check(spec, layout, plan.workload.seq_len)
     tensor.check(spec, layout, plan.workload.seq_len)
@@ -98,13 +100,15 @@ def predict_events(
     )  # fmt: skip
     events: Events = Counter()
     for chunk, chunk_rows in chunks.items():
+        recomputed = execution.recomputed.of_layers(plan.model, layers[chunk])
         passes = tensor.predict_chunk(
             plan.model, layout, layers=layers[chunk], first=chunk == 0, last=chunk == layout.stages - 1,
-            tokens=tokens, dtype=dtype, itemsize=itemsize, keeps_gathered=rows is not None,
+            tokens=tokens, dtype=dtype, itemsize=itemsize, recomputed=recomputed, keeps_gathered=rows is not None,
         )  # fmt: skip
         passes += context.predict_chunk(
-            plan.model, layout, layers=layers[chunk], tokens=tokens, dtype=dtype, itemsize=itemsize
-        )
+            plan.model, layout, layers=layers[chunk], tokens=tokens, dtype=dtype, itemsize=itemsize,
+            recomputed=recomputed,
+        )  # fmt: skip
         events.update({event: n * count for event, n in passes.items()})
         events += _predict_experts(plan, rank, layers[chunk], routed)
         kinds = [a.kind for a in actions if a.chunk == chunk and a.kind in COMPUTATIONS]
@@ -131,13 +135,14 @@ def _predict_experts(plan: Plan, rank: int, layers: range, routed: expert.Counts
     tokens = execution.micro_batch * expert.tokens_here(layout, seq_len)
     events: Events = Counter()
     for layer, moe in expert.routed_layers(plan.model).items():
+        regions = execution.recomputed.of(layer, plan.model.blocks[layer])
         for j in range(microbatches(plan.workload, layout, execution)) if layer in layers else ():
             rows = (
                 expert.even(moe, layout, tokens)
                 if routed is None
                 else expert.dispatched(layout, rank, layer, j, routed)
             )
-            events += expert.predict_layer(moe, layout, rows, numbers)
+            events += expert.predict_layer(moe, layout, rows, numbers, regions)
     return events
 
 

@@ -5,13 +5,15 @@ Legality is what `compose.check` says: nothing is listed that could not be run, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import combinations, product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, product
 
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
+from fivefold.core.recompute import PARTS, Recompute
 from fivefold.errors import UserError
 from fivefold.strategies import compose
 from fivefold.strategies.expert import rules as expert
@@ -168,3 +170,46 @@ def covering(candidates: Iterable[Layout]) -> list[Layout]:
 def _pairs(layout: Layout) -> set[object]:
     shape = ("shape", layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
     return {shape, *combinations(traits(layout), 2)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is judged: a layout, and what it computes again in backward."""
+
+    layout: Layout
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        return str(self.layout) + ("" if self.recompute == "none" else f" recompute={self.recompute}")
+
+
+def recompute_options(spec: ModelSpec) -> list[str]:
+    """Every form of recompute that a model allows, the plainest first: of the k-th layers, every second whole one."""
+    found = {region for block in spec.blocks for region in Recompute(PARTS).of(0, block)}
+    parts = [part for part in PARTS if part in found]
+    subsets = chain.from_iterable(combinations(parts, n) for n in range(len(parts) + 1))
+    whole = [Recompute(("layer",), every) for every in range(1, min(2, spec.layers) + 1)]
+    return [str(option) for option in [*map(Recompute, subsets), *whole]]
+
+
+def with_recompute(layouts: Sequence[Layout], options: Sequence[str]) -> list[Case]:
+    """The layouts, each with one option, and those that are needed besides so that each option meets each trait.
+
+    Deterministic; each layout takes the option that meets most traits for the first time, the earlier of equals.
+    """
+    missing = {(option, trait) for layout in layouts for trait in traits(layout) for option in options}
+
+    def new(case: Case) -> set[tuple[str, Trait]]:
+        return missing & {(case.recompute, trait) for trait in traits(case.layout)}
+
+    cases = []
+    for layout in layouts:
+        best = max((Case(layout, option) for option in options), key=lambda case: len(new(case)))
+        cases.append(best)
+        missing -= new(best)
+    rest = [Case(layout, option) for layout in layouts for option in options]
+    while missing:
+        best = max(rest, key=lambda case: len(new(case)))
+        cases.append(best)
+        missing -= new(best)
+    return sorted(cases, key=lambda case: case.layout.world_size)

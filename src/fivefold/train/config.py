@@ -20,19 +20,14 @@ from fivefold.core.execution import MOST_MIB, DType, Execution, microbatches
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive
+from fivefold.core.recompute import RecomputeText
 from fivefold.core.value import Value, describe
 from fivefold.core.workload import MOST_SEQUENCES, MOST_TOKENS, Workload
 from fivefold.data.choice import DataSource
 from fivefold.errors import ConfigError, LayoutError, nearest
 from fivefold.strategies.pipeline.actions import read_actions
+from fivefold.train.config_text import one_line, parse, read_file
 from fivefold.train.sections import CheckpointConfig, LogConfig, PathName, ValidationConfig
-from fivefold.units import KIB, format_bytes
-
-CONFIG_LIMIT_BYTES = 64 * KIB
-"""A training config is a page of text; anything larger is the wrong file."""
-
-LONGEST_INTEGER = 100
-"""Digits of an integer that is read; what keys take is far below."""
 
 COMMAND_LINE = "command line"
 
@@ -108,6 +103,9 @@ class TrainConfig(Value):
     """Gradients are reduced over data ranks in buckets of about so many MiB."""
     zero3_gather: Literal["microbatch", "step"] = "microbatch"
     """ZeRO-3: gather parameters for each forward and backward, or once a step and keep them until its end."""
+    recompute: RecomputeText = "none"
+    """Activations that are computed again in backward rather than kept: `none`, `full`, or parts of a layer joined by +
+    (`attention+mlp`); `full/2`: in every second layer."""
     actions: PathName | None = None
     """File with the actions of a `ppN:custom` layout, a line for each pipeline rank: `0F0, 0F1, 0B0, 0B1`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -148,6 +146,7 @@ class TrainConfig(Value):
             loss_scale=self.loss_scale if self.dtype == "float16" else None,
             bucket_mib=self.bucket_mib,
             zero3_gather=self.zero3_gather,
+            recompute=self.recompute,
             actions=None if self.actions is None else read_actions(self.actions),
         )
 
@@ -175,7 +174,7 @@ def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> Train
     a wrong type (with key, value and what is expected). LayoutError and WorkloadError as TrainConfig does.
     """
     where = COMMAND_LINE if path is None else str(path)
-    data = {} if path is None else _read_file(Path(path))
+    data = {} if path is None else read_file(Path(path))
     _check_keys(data, where)
     changed = set()
     for text in overrides:
@@ -191,7 +190,7 @@ def load_config(path: Path | str | None, overrides: Iterable[str] = ()) -> Train
         return TrainConfig.model_validate(data)
     except ValidationError as error:
         where = _place(error, where, changed)
-        raise ConfigError(_short(f"{where}: {describe(error, TrainConfig)}")) from None
+        raise ConfigError(one_line(f"{where}: {describe(error, TrainConfig)}")) from None
 
 
 def _place(error: ValidationError, where: str, changed: set[str]) -> str:
@@ -226,13 +225,13 @@ def _check_keys(data: Mapping[str, Any], where: str) -> None:
     for name, value in data.items():
         field = TrainConfig.model_fields.get(name)
         if field is None:
-            raise ConfigError(_short(_unknown(name, where)))
+            raise ConfigError(one_line(_unknown(name, where)))
         section = _section(field.annotation)
         if section is None or not isinstance(value, dict):
             continue
         for key in value:
             if key not in section.model_fields:
-                raise ConfigError(_short(_unknown(f"{name}.{key}", where)))
+                raise ConfigError(one_line(_unknown(f"{name}.{key}", where)))
 
 
 def _unknown(key: str, where: str) -> str:
@@ -256,12 +255,12 @@ def _override(data: dict[str, Any], text: str) -> str:
     if not equals or not key:
         hint = "; a layout of several words is quoted: layout='dp2 tp2'" if _is_layout(text) else ""
         raise ConfigError(
-            _short(f"{where}: expected key=value, such as optimizer.lr=3e-4, got {text!r}{hint}")
+            one_line(f"{where}: expected key=value, such as optimizer.lr=3e-4, got {text!r}{hint}")
         )
     try:
-        value = _parse(value_text)
+        value = parse(value_text)
     except OverflowError as error:
-        raise ConfigError(_short(f"{where}: {key}: {error} is too long")) from None
+        raise ConfigError(one_line(f"{where}: {key}: {error} is too long")) from None
     except (yaml.YAMLError, ValueError, RecursionError):
         value = value_text.strip()  # not YAML (`*.txt`): plain text, which the type of the key then judges
     name, dot, rest = key.partition(".")
@@ -273,7 +272,9 @@ def _override(data: dict[str, Any], text: str) -> str:
         raise ConfigError(f"{where}: unknown key {key!r}: {name} is one value, not a section")
     section = data.setdefault(name, {})
     if not isinstance(section, dict):
-        raise ConfigError(_short(f"{where}: {key} cannot be set, since the file gives {name} as {section!r}"))
+        raise ConfigError(
+            one_line(f"{where}: {key} cannot be set, since the file gives {name} as {section!r}")
+        )
     section[rest] = value
     return key
 
@@ -284,81 +285,3 @@ def _is_layout(text: str) -> bool:
     except LayoutError:
         return False
     return True
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(CONFIG_LIMIT_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        hint = "; give a YAML file, or settings alone, such as model=tiny-llama"
-        raise ConfigError(
-            f"{path}: cannot be read: {reason}{hint if isinstance(error, FileNotFoundError) else ''}"
-        ) from None
-    if len(raw) > CONFIG_LIMIT_BYTES:
-        raise ConfigError(
-            f"{path}: larger than {format_bytes(CONFIG_LIMIT_BYTES)}; this is no training config"
-        )
-    try:
-        data = _parse(raw.decode("utf-8"))
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(_short(f"{path}: not a YAML file of keys and values: {_one_line(error)}")) from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected keys and values, got a {type(data).__name__}")
-    if wrong := [key for key in data if not isinstance(key, str)]:
-        raise ConfigError(_short(f"{path}: keys are text, got {wrong[0]!r}"))
-    return data
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe subset without aliases (they can blow up a small file) and without keys given twice."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                problem="aliases (*name) are not supported", problem_mark=self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep=True)
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is given twice", problem_mark=node.value[place][0].start_mark
-                )
-        return mapping
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Raises: OverflowError for an integer of so many digits that Python would not even print it."""
-        if len(node.value) > LONGEST_INTEGER:
-            raise OverflowError(f"an integer of {len(node.value)} digits")
-        return int(super().construct_yaml_int(node))
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-
-
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: no Python objects are made
-
-
-def _one_line(error: Exception) -> str:
-    """YAML's complaint as `line 3: ...` rather than as a paragraph."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None)
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if mark is None or problem is None:
-        return " ".join(str(error).split())
-    return f"line {mark.line + 1}: {problem}"
-
-
-def _short(message: str, limit: int = 600) -> str:
-    """One line, whatever the value inside was."""
-    line = " ".join(message.split())
-    return line if len(line) <= limit else f"{line[:limit]} ..."

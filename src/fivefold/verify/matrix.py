@@ -1,7 +1,7 @@
 """A walk over the legal layouts of a model: every shape, every pair of options, each compared with one device.
 
 spec = preset("tiny-llama")
-for verdict in walk(spec, chosen_layouts(spec, max_ranks=8), dtype="float64"):
+for verdict in walk(spec, chosen_cases(spec, max_ranks=8), dtype="float64"):
     assert verdict.passed, verdict.cause
 """
 
@@ -20,7 +20,16 @@ from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
 from fivefold.errors import ConfigError, LayoutError, RankFailure
-from fivefold.strategies.legal import covering, legal_layouts, legal_options, shapes, why_not
+from fivefold.strategies.legal import (
+    Case,
+    covering,
+    legal_layouts,
+    legal_options,
+    recompute_options,
+    shapes,
+    why_not,
+    with_recompute,
+)
 from fivefold.units import MIB
 from fivefold.verify.verify import STEPS, Reference, Verdict, judge
 from fivefold.verify.workload import BOUNDS, common_plans
@@ -29,14 +38,14 @@ DType = Literal["float64", "float32"]
 RESULTS_LIMIT_BYTES = 256 * MIB
 
 
-def chosen_layouts(
+def chosen_cases(
     spec: ModelSpec, max_ranks: int, *, least_ranks: int = 2, dtype: DType = "float64"
-) -> list[Layout]:
-    """The fewest legal layouts of 2..max_ranks ranks with every shape and every pair of options, fewest ranks first."""
+) -> list[Case]:
+    """Few legal layouts of 2..max_ranks ranks with every shape and every pair of options, fewest ranks first."""
     found: list[Layout] = []
     for ranks in range(least_ranks, max_ranks + 1):
         found += legal_layouts(spec, ranks, lambda layout: _plan(spec, layout, dtype))
-    return covering(found)
+    return with_recompute(covering(found), recompute_options(spec))
 
 
 def skipped_shapes(
@@ -56,7 +65,7 @@ def skipped_shapes(
 
 def walk(
     spec: ModelSpec,
-    layouts: Sequence[Layout],
+    cases: Sequence[Case],
     *,
     dtype: DType = "float64",
     steps: int = STEPS,
@@ -65,7 +74,7 @@ def walk(
     budget_s: float = math.inf,
     results: Path | None = None,
 ) -> Iterator[Verdict]:
-    """A verdict for each layout, in order, until the budget is spent; a rank that breaks fails its layout only.
+    """A verdict for each case, in order, until the budget is spent; a rank that breaks fails its layout only.
 
     `results`: a file that gets each verdict as it comes. Those that it holds already are not taken again, so the same
     walk goes on where it was stopped.
@@ -74,14 +83,14 @@ def walk(
     book = _Results(results, _header(spec, dtype, steps, seed)) if results is not None else None
     references: dict[tuple[int, int], Reference] = {}
     deadline = time.monotonic() + budget_s
-    for layout in layouts:
-        known = book.verdicts.get(str(layout)) if book is not None else None
+    for case in cases:
+        known = book.verdicts.get(str(case)) if book is not None else None
         if known is not None:
             yield known
             continue
         if time.monotonic() >= deadline:
             continue  # what the file holds is told all the same
-        verdict = _judge(_plans(spec, layout, dtype), references, steps, seed, device)
+        verdict = _judge(_plans(spec, case, dtype), references, steps, seed, device)
         if book is not None:
             book.add(verdict)
         yield verdict
@@ -105,12 +114,12 @@ def _judge(
         return nothing.replace(cause=str(failure), event_differences=(), events_match=False)
 
 
-def _plans(spec: ModelSpec, layout: Layout, dtype: DType) -> tuple[Plan, Plan]:
-    return common_plans(spec, layout, Layout(), dtype)
+def _plans(spec: ModelSpec, case: Case, dtype: DType) -> tuple[Plan, Plan]:
+    return common_plans(spec, case.layout, Layout(), dtype, recompute=case.recompute)
 
 
 def _plan(spec: ModelSpec, layout: Layout, dtype: DType) -> Plan:
-    return _plans(spec, layout, dtype)[0]
+    return _plans(spec, Case(layout), dtype)[0]
 
 
 def _header(spec: ModelSpec, dtype: DType, steps: int, seed: int) -> dict[str, Any]:
@@ -151,7 +160,7 @@ class _Results:
             self._write(header)
 
     def add(self, verdict: Verdict) -> None:
-        self.verdicts[str(verdict.layout)] = verdict
+        self.verdicts[str(verdict.case)] = verdict
         self._write(strict(verdict.model_dump(mode="json")))
 
     def _write(self, value: dict[str, Any]) -> None:
@@ -179,7 +188,8 @@ class _Results:
                     f"{self.path} holds the results of another walk (model, dtype, steps, seed or code differ); "
                     "name another file"
                 )
-            self.verdicts = {one["layout"]: Verdict.model_validate(one) for one in found[1:]}
+            verdicts = [Verdict.model_validate(one) for one in found[1:]]
+            self.verdicts = {str(verdict.case): verdict for verdict in verdicts}
         except (ValueError, KeyError, TypeError, RecursionError, LayoutError):
             raise ConfigError(f"{self.path} is no file of results of this command") from None
         return sum(map(len, whole))

@@ -53,12 +53,13 @@ def verify_rounding(
     seed: int = 0,
     device: str = "auto",
     actions: tuple[str, ...] | None = None,
+    recompute: str = "none",
 ) -> Verdict:
     """Judge a layout in 16 bits (float32 masters and reduction) by one device's own error against float64.
 
     Raises: UserError if it cannot be run; RankFailure if a rank breaks.
     """
-    plan, single = common_plans(spec, layout, Layout(), dtype, actions=actions)
+    plan, single = common_plans(spec, layout, Layout(), dtype, actions=actions, recompute=recompute)
     for one in (plan, single):
         check_size(one, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
     exact = single.replace(execution=single.execution.replace(dtype="float64", loss_scale=None))
@@ -75,6 +76,7 @@ def verify_rounding(
         passed=not worse and not broken and not lines and not missing,
         max_rel_err=max(errors[q] for q in QUANTITIES if q not in NOT_JUDGED),
         layout=layout,
+        recompute=plan.execution.recompute,
         against=Layout(),
         model=spec.name,
         dtype=dtype,

@@ -22,6 +22,7 @@ from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, FivefoldError
 from fivefold.runtime.device import check_device_count, device_kind
 from fivefold.runtime.launch import run_ranks
+from fivefold.strategies.legal import Case
 from fivefold.verify.cause import find_cause, name_axis
 from fivefold.verify.communication import event_differences
 from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
@@ -44,6 +45,8 @@ class Verdict(Value):
     max_rel_err: float
     """The largest error of the quantities that are judged at this dtype."""
     layout: Layout
+    recompute: str = "none"
+    """What `layout` computes again in backward; `against` keeps all activations."""
     against: Layout
     model: str
     dtype: str
@@ -72,6 +75,11 @@ class Verdict(Value):
 
     model_config = ConfigDict(allow_inf_nan=True)
 
+    @property
+    def case(self) -> Case:
+        """What was judged."""
+        return Case(self.layout, self.recompute)
+
 
 def verify(
     spec: ModelSpec,
@@ -86,12 +94,14 @@ def verify(
     actions: tuple[str, ...] | None = None,
     documents: bool = False,
     overflow: bool = False,
+    recompute: str = "none",
 ) -> Verdict:
     """Compare two layouts (default: with one device) on this machine.
 
     `actions`: the action list of a layout with the schedule `custom`, a line for each pipeline rank.
     `documents`: samples of several documents that do not see one another, and of padding.
     `overflow`: `layout` has a loss scale, the other one has none, and the third of at least four steps overflows.
+    `recompute`: what `layout` computes again in backward, such as `full`; the other keeps all activations.
     Raises: UserError if one of them cannot be run at all; RankFailure if a rank breaks.
     """
     if dtype not in BOUNDS:
@@ -101,8 +111,8 @@ def verify(
     against, steps = against or Layout.parse("dp1"), max(steps, OVERFLOW_STEPS) if overflow else steps
     check_device_count(device_kind(device), max(layout.world_size, against.world_size))
     plan, reference_plan = common_plans(
-        spec, layout, against, dtype, actions=actions, documents=documents, overflow=overflow
-    )
+        spec, layout, against, dtype, actions=actions, documents=documents, overflow=overflow, recompute=recompute,
+    )  # fmt: skip
     reference = Reference(reference_plan, steps=steps, seed=seed, device=device, overflow=overflow)
     return reference.judge(plan, find_axis=find_axis)
 
@@ -141,17 +151,21 @@ class Reference:
         if verdict.passed or not find_axis or plan.layout.world_size == 1 or self.faults:
             return verdict
 
-        def still_fails(layout: Layout, *, scaled: bool = True) -> bool:
-            actions = plan.execution.actions if layout.schedule == "custom" else None
-            scale = plan.execution.loss_scale if scaled else None
-            execution = plan.execution.replace(actions=actions, loss_scale=scale)
+        def still_fails(layout: Layout, *, scaled: bool = True, recomputed: bool = True) -> bool:
+            execution = plan.execution.replace(
+                actions=plan.execution.actions if layout.schedule == "custom" else None,
+                loss_scale=plan.execution.loss_scale if scaled else None,
+                recompute=plan.execution.recompute if recomputed else "none",
+            )
             changed = plan.replace(layout=layout, execution=execution)
             try:
                 return not self.judge(changed, find_axis=False).passed
             except FivefoldError:  # it cannot be run, or breaks: not known to be right
                 return True
 
-        if plan.execution.loss_scale is not None and not still_fails(plan.layout, scaled=False):
+        if plan.execution.recompute != "none" and not still_fails(plan.layout, recomputed=False):
+            guilty = f"recompute={plan.execution.recompute}: without it the difference is gone"
+        elif plan.execution.loss_scale is not None and not still_fails(plan.layout, scaled=False):
             scale = "the loss scale: without one the difference is gone"
             if still_fails(Layout()):
                 return verdict.replace(cause=f"{verdict.cause}. Guilty: {scale}, and one device has it too")
@@ -214,6 +228,7 @@ def judge(
         passed=agrees and not faults,
         max_rel_err=worst,
         layout=plan.layout,
+        recompute=plan.execution.recompute,
         against=against,
         model=plan.model.name,
         dtype=plan.execution.dtype,
@@ -284,7 +299,7 @@ def limits_of(plan: Plan, against: Layout, steps: int) -> tuple[str, ...]:
         limits.append("masks of separate documents were not exercised: ask for documents")
     if kept_moments(plan, steps) != MOMENTS:
         limits.append(f"in {plan.execution.dtype} moments are judged after the first step only")
-    if plan.layout == against:
+    if plan.layout == against and plan.execution.recompute == "none":
         limits.append(f"{against} was compared with itself: only what differs from run to run can show")
     elif against.world_size > 1:
         limits.append(f"a fault that {plan.layout} and {against} share does not show: neither is one device")

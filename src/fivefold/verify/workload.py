@@ -48,6 +48,7 @@ def common_plans(
     documents: bool = False,
     check: Callable[[Plan], None] = compose.check,
     overflow: bool = False,
+    recompute: str = "none",
 ) -> tuple[Plan, Plan]:
     """A small workload that is legal for both layouts, and the two plans.
 
@@ -57,6 +58,7 @@ def common_plans(
     microbatches there are. `documents`: tokens attend within their own document, of which a sample has several.
     `check`: whether the model can be run under a plan.
     `overflow`: `layout` gets a loss scale, the other one none.
+    `recompute`: what `layout` computes again in backward.
     """
     if dtype not in (*BOUNDS, "bfloat16", "float16"):
         raise ConfigError(f"verify compares in {', '.join(BOUNDS)}, bfloat16 and float16, not in {dtype!r}")
@@ -81,10 +83,11 @@ def common_plans(
                 if overflow and cut is layout
                 else None,
                 optimizer=OptimizerConfig(clip_norm=CLIP_NORM),
-                actions=actions if cut is layout else None,
+                actions=lines,
+                recompute=again,
             ),
         )
-        for cut in (layout, against)
+        for cut, lines, again in ((layout, actions, recompute), (against, None, "none"))
     ]
     for plan in plans:
         check(plan)

@@ -19,13 +19,14 @@ ranks; x bytes of one element, w of one accumulated element (at least 4).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import lcm
 
-from fivefold.core.events import Event, Events
+from fivefold.core.events import Event, Events, forward_again
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, ModelSpec
+from fivefold.core.recompute import Regions
 from fivefold.errors import LayoutError, nearest_numbers
 from fivefold.strategies.context.order import degrees
 
@@ -89,9 +90,18 @@ def local_heads(blocks: Iterable[BlockSpec], layout: Layout) -> list[tuple[int, 
 
 
 def predict_chunk(
-    spec: ModelSpec, layout: Layout, *, layers: range, tokens: int, dtype: str, itemsize: int
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    layers: range,
+    tokens: int,
+    dtype: str,
+    itemsize: int,
+    recomputed: Sequence[Regions],
 ) -> Events:
     """Events of one microbatch (`tokens` = b*S/cp) through the layers of one virtual stage, forward and backward.
+
+    `recomputed`: what each of these layers computes again; with its attention, its forward happens in backward as well.
 
     Per layer, gather:   forward an all-gather of 2*b*S*K*H*x, backward a reduce-scatter of 2*b*S*K*H*w bytes.
     Per layer, ulysses:  an all-to-all of b*S/cp*(N + 2*max(K, U))*H*x and one of b*S/cp*N*H*x bytes, each way.
@@ -101,27 +111,39 @@ def predict_chunk(
     events: Events = Counter()
     if layout.cp == 1:
         return events
-    ring, ulysses = degrees(layout)
-    wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
     blocks = spec.blocks[layers.start : layers.stop]
-    for block, (heads, kv_heads) in zip(blocks, local_heads(blocks, layout)):
+    for block, (queries, keys), regions in zip(blocks, local_heads(blocks, layout), recomputed):
         attention = block.attention
         assert isinstance(attention, AttentionSpec)
         row = tokens * attention.head_dim
-        if layout.cp_method == "gather":
-            elements = 2 * row * layout.cp * kv_heads
-            events[Event("forward", "cp", "all_gather", dtype, elements * itemsize)] += 1
-            events[Event("backward", "cp", "reduce_scatter", wide, elements * wide_size)] += 1
-            continue
-        if ulysses > 1:
-            kv_heads = max(kv_heads, ulysses)
-            for phase in ("forward", "backward"):
-                for count in (heads + 2 * kv_heads, heads):
-                    events[Event(phase, "cp", "all_to_all", dtype, row * count * itemsize)] += 1
-            kv_heads //= ulysses
-        for op in ("send", "recv") if ring > 1 else ():
-            elements = 2 * row * ulysses * kv_heads
-            for phase in ("forward", "backward"):
-                events[Event(phase, "cp", op, dtype, elements * itemsize)] += ring - 1  # type: ignore[arg-type]
-            events[Event("backward", "cp", op, wide, elements * wide_size)] += ring - 1
+        one = _predict_attention(layout, queries, keys, row=row, dtype=dtype, itemsize=itemsize)
+        events += one
+        if not {"layer", "attention"}.isdisjoint(regions):
+            events += forward_again(one)
+    return events
+
+
+def _predict_attention(
+    layout: Layout, heads: int, kv_heads: int, *, row: int, dtype: str, itemsize: int
+) -> Events:
+    """Events of one attention; `row`: elements of one head of all tokens that are here."""
+    events: Events = Counter()
+    ring, ulysses = degrees(layout)
+    wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
+    if layout.cp_method == "gather":
+        elements = 2 * row * layout.cp * kv_heads
+        events[Event("forward", "cp", "all_gather", dtype, elements * itemsize)] += 1
+        events[Event("backward", "cp", "reduce_scatter", wide, elements * wide_size)] += 1
+        return events
+    if ulysses > 1:
+        kv_heads = max(kv_heads, ulysses)
+        for phase in ("forward", "backward"):
+            for count in (heads + 2 * kv_heads, heads):
+                events[Event(phase, "cp", "all_to_all", dtype, row * count * itemsize)] += 1
+        kv_heads //= ulysses
+    for op in ("send", "recv") if ring > 1 else ():
+        elements = 2 * row * ulysses * kv_heads
+        for phase in ("forward", "backward"):
+            events[Event(phase, "cp", op, dtype, elements * itemsize)] += ring - 1  # type: ignore[arg-type]
+        events[Event("backward", "cp", op, wide, elements * wide_size)] += ring - 1
     return events

@@ -25,10 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from fivefold.core.events import Event, Events, Op, Phase
+from fivefold.core.events import Event, Events, Op, Phase, forward_again
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
 from fivefold.core.model_spec import ModelSpec, MoESpec
+from fivefold.core.recompute import Regions
 from fivefold.core.router import RouterConfig
 from fivefold.core.sharding import ParameterRow, Shard
 from fivefold.errors import LayoutError, nearest_numbers
@@ -181,7 +182,9 @@ def rows_per_expert(moe: MoESpec, layout: Layout, numbers: Numbers) -> int | Non
     return _copies(layout) * numbers.sequences * min(capacity, tokens_here(layout, numbers.seq_len))
 
 
-def predict_layer(moe: MoESpec, layout: Layout, rows: Rows, numbers: Numbers) -> Events:
+def predict_layer(
+    moe: MoESpec, layout: Layout, rows: Rows, numbers: Numbers, regions: Regions = ()
+) -> Events:
     """Events of one microbatch (T tokens of this rank) through router and experts of one layer, forward and backward.
 
     ep:   forward all-to-alls of 8 E bytes and, there and back, of R D x bytes, R the larger of the rows that leave and
@@ -190,6 +193,8 @@ def predict_layer(moe: MoESpec, layout: Layout, rows: Rows, numbers: Numbers) ->
           and reduce-scatters of the same but for the choices. Same tokens: an all-reduce of T D x forward, all-reduces
           of T D x and T K w backward. w: at least 4 bytes.
     What ranks with other tokens of the same sequences agree on: see `_predict_router`.
+    `regions`: what the layer computes again in backward: all of forward happens there once more, but for the sum over
+    etp where no shared experts come after it.
     """
     found = _predict_router(moe, layout, numbers)
     dtype, tokens = numbers.dtype, numbers.sequences * tokens_here(layout, numbers.seq_len)
@@ -216,7 +221,14 @@ def predict_layer(moe: MoESpec, layout: Layout, rows: Rows, numbers: Numbers) ->
             found[Event("forward", "etp", "all_gather", wide, weights)] += 1
             found[Event("backward", "etp", "reduce_scatter", wide, weights)] += 1
             found.update(Event(phase, "etp", op, dtype, x) for phase in BOTH for op in GATHER_AND_SCATTER)
-    return found
+    if {"layer", "moe"}.isdisjoint(regions):
+        return found
+    again = forward_again(found)
+    if layout.etp > 1 and not moe.shared_ffn:
+        again[
+            Event("backward", "etp", "all_reduce" if same_tokens(layout) else "reduce_scatter", dtype, x)
+        ] -= 1
+    return found + again
 
 
 BOTH: tuple[Phase, ...] = ("forward", "backward")

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.nn.layers import Projections
+from fivefold.runtime import recompute
+from fivefold.runtime.collectives import all_reduce_, reduce_scatter
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Axis, Handle
 
@@ -91,7 +93,8 @@ def column_linear(
 
 def row_linear(x_BSD: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
     """Apply a weight cut by input features and sum over the axis. Comm and shapes: see the head of this file."""
-    y_BSO: Tensor = _RowLinear.apply(x_BSD, weight, cut)
+    defers = cut.deferred is not None
+    y_BSO = sum_partial(_RowLinear.apply(x_BSD, weight, cut) if defers else F.linear(x_BSD, weight), cut)
     return y_BSO if bias is None else y_BSO + bias
 
 
@@ -143,25 +146,39 @@ def _sum_start(dx: Tensor, cut: Cut) -> Handle | None:
     )
 
 
+def sum_partial(partial_BSO: Tensor, cut: Cut) -> Tensor:
+    """The sum of the ranks' parts of a row map, in place where that is possible: nobody else reads `partial_BSO`.
+
+    Shapes:   [B, S, O] -> [B, S/tp, O] (SP) or [B, S, O].
+    Comm:     one reduce-scatter (SP) or all-reduce of B*S*O elements. Backward: all-gather (SP) or none.
+    It is no part of the map itself, so that a recompute that needs no more than what the map keeps ends before it.
+    """
+    if cut.sequence_parallel:
+        return reduce_scatter(partial_BSO, cut.axis, SEQUENCE_DIM)
+    return all_reduce_(partial_BSO, cut.axis)
+
+
 class _RowLinear(torch.autograd.Function):
+    """This rank's part of a row map, for schedules that defer weight gradients; else `F.linear` is the same."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
         ctx.cut, ctx.weight = cut, weight
         ctx.save_for_backward(x, weight)
-        partial = F.linear(x, weight)
-        if cut.sequence_parallel:
-            return cut.axis.reduce_scatter(partial, SEQUENCE_DIM)
-        return cut.axis.all_reduce(partial)
+        if recompute.remaining() == len((x, weight)):
+            return x.new_empty(
+                0
+            )  # what is kept now is all that a recompute is for: it ends before anybody reads this
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         cut = ctx.cut
-        full = cut.axis.all_gather(grad, SEQUENCE_DIM) if cut.sequence_parallel else grad
-        dx = full @ weight
+        dx = grad @ weight
         if not cut.defers:
-            return dx, weight_gradient(full, x), None
-        cut.deferred.keep([ctx.weight], lambda: [weight_gradient(full, x)])
+            return dx, weight_gradient(grad, x), None
+        cut.deferred.keep([ctx.weight], lambda: [weight_gradient(grad, x)])
         return dx, None, None
 
 

@@ -17,13 +17,15 @@ Letters: b micro-batch, S sequence, D hidden, V vocabulary; x bytes of one eleme
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
 from fivefold.core.events import Event, Events
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
+from fivefold.core.recompute import Regions
 from fivefold.core.sharding import ParameterRow, Shard
 from fivefold.errors import LayoutError, nearest_numbers
 
@@ -120,11 +122,13 @@ def predict_chunk(
     tokens: int,
     dtype: str,
     itemsize: int,
+    recomputed: Sequence[Regions],
     keeps_gathered: bool = False,
 ) -> Events:
     """Events of one microbatch (`tokens` = b*S, under cp b*S/cp) through one virtual stage, forward and backward.
 
     A layer is two pairs of a column and a row, attention and MLP; a routed one has the second only for shared experts.
+    `recomputed`: what each layer computes again in backward (see `_again`).
 
     Per pair with SP:     forward an all-gather + a reduce-scatter, backward 2 all-gathers (one of them gathers the
                           input again, which is not kept) + a reduce-scatter, each b*S*D*x bytes.
@@ -134,23 +138,37 @@ def predict_chunk(
     """
     if layout.tp == 1:
         return Counter()
+    again = [_again(spec.blocks[layer], regions) for layer, regions in zip(layers, recomputed)]
+    gathers, sums = (sum(counts) for counts in zip(*again)) if again else (0, 0)
     size = tokens * spec.hidden * itemsize
     pairs = sum(1 + (_dense_width(spec.blocks[layer])[0] > 0) for layer in layers)
     count: Counter[tuple[str, str]] = Counter()
     if layout.sequence_parallel:
         count["forward", "all_gather"] = pairs + last
         count["forward", "reduce_scatter"] = pairs + first
-        count["backward", "all_gather"] = (1 if keeps_gathered else 2) * pairs + first + last
-        count["backward", "reduce_scatter"] = pairs + last
+        count["backward", "all_gather"] = (1 if keeps_gathered else 2) * pairs + first + last + gathers
+        count["backward", "reduce_scatter"] = pairs + last + sums
     else:
         count["forward", "all_reduce"] = pairs + first
-        count["backward", "all_reduce"] = pairs + last
+        count["backward", "all_reduce"] = pairs + last + sums
     events = Counter({Event(p, "tp", op, dtype, size): n for (p, op), n in count.items() if n})  # type: ignore[arg-type]
     if last:
         wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
         events[Event("forward", "tp", "all_reduce", wide, tokens * wide_size)] += 1
         events[Event("forward", "tp", "all_reduce", wide, 2 * tokens * wide_size)] += 1
     return events
+
+
+def _again(block: BlockSpec, regions: Regions) -> tuple[int, int]:
+    """(gathers of a column's input, sums of a row) of a layer that happen once more when backward recomputes.
+
+    A sum is repeated only where something that backward reads comes after it: that of attention before the MLP of the
+    same region, that of shared experts before the gate that scales them.
+    """
+    whole = "layer" in regions
+    feeds = not {"layer", "mlp", "moe"}.isdisjoint(regions) and _dense_width(block)[0] > 0
+    gated = isinstance(block.mlp, MoESpec) and block.mlp.shared_gate
+    return (whole or "attention" in regions) + feeds, whole + (feeds and gated)
 
 
 def gradient_sums(rows: list[ParameterRow]) -> dict[int | None, list[ParameterRow]]:

@@ -85,8 +85,9 @@ def test_a_refusal_names_the_heads_and_the_nearest_degrees(text: str, spec: Mode
 def events(text: str, dtype: str = "float32", itemsize: int = 4, **heads: int) -> Counter[Event]:
     layout = Layout.parse(text)
     return rules.predict_chunk(
-        model(**heads), layout, layers=range(1, L), tokens=b * S // layout.cp, dtype=dtype, itemsize=itemsize
-    )
+        model(**heads), layout, layers=range(1, L), tokens=b * S // layout.cp, dtype=dtype, itemsize=itemsize,
+        recomputed=[()] * (L - 1),
+    )  # fmt: skip
 
 
 def test_traffic_by_hand() -> None:

@@ -42,6 +42,7 @@ def parallelize(
     weights: str | Path | None = None,
     dtype: str | None = None,
     optimizer: OptimizerConfig | None = None,
+    recompute: str = "none",
 ) -> Parallel:
     """Cut a module over the ranks of this job, each of which calls this with the same module and arguments.
 
@@ -50,6 +51,7 @@ def parallelize(
     `roles`: name pattern of a module -> its role (see `fivefold.nn.roles`); None: found by the model's class.
     `weights`: a folder of safetensors files, of which each rank reads its part; None: the values that the module has.
     `dtype`: of parameters and compute; None: the module's own. `micro_batch`, `global_batch`: in sequences.
+    `recompute`: `full` or `full/k`: layers, or every k-th, keep only their input and are computed again in backward.
 
     Comm:   process groups are made (phase setup); none of the weights.
     Raises: LayoutError, WorkloadError or ModelError, before the module is changed, for what cannot be cut so: the
@@ -66,6 +68,7 @@ def parallelize(
             micro_batch=micro_batch,
             dtype=dtype or _dtype_of(model),  # type: ignore[arg-type]
             optimizer=optimizer or OptimizerConfig(),
+            recompute=recompute,
         ),
     )
     own.check(plan)

@@ -26,12 +26,14 @@ def verify_model(
     dtype: Literal["float64", "float32"] = "float32",
     steps: int = STEPS,
     device: str = "auto",
+    recompute: str = "none",
 ) -> Verdict:
     """Compare the module under `layout` with itself on one device: every quantity of every rank, and communication.
 
     Copies of it are trained, in ranks that are forked; it stays as it is. On one device no function of it is replaced.
     What is compared and how: as for our own decoder (`verify`). Norms and biases get some noise, so that faults in
     them show. A module that casts to float32 itself cannot be judged in float64.
+    `recompute`: `full` or `full/k`, what it computes again in backward under `layout`.
     Raises: UserError where the module cannot be cut so; RankFailure if a rank breaks.
     """
     if dtype not in BOUNDS:
@@ -39,7 +41,7 @@ def verify_model(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_device_count(device_kind(device), layout.world_size)
     own = OwnModel(model, roles)
-    plan, one = common_plans(own.spec, layout, Layout(), dtype, check=own.check)
+    plan, one = common_plans(own.spec, layout, Layout(), dtype, check=own.check, recompute=recompute)
     shaken = _shaken(model)
     reference = Reference(
         one, steps=steps, seed=0, device=device, make_own=lambda: OwnModel(copy.deepcopy(shaken), roles)

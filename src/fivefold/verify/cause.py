@@ -194,6 +194,7 @@ _STAGES: dict[str, tuple[str, Callable[[str], tuple[int, int, str]]]] = {
     "loss_scale": ("the loss scale", _forward),
     "inputs": ("what the ranks read", _forward),
     "activations": ("the output", _forward),
+    "routed_experts": ("the choice of experts", _forward),
     "logits": ("the logits", _forward),
     "gradients": ("the gradient", _backward),
     "loss": ("the loss", _forward),
@@ -201,6 +202,8 @@ _STAGES: dict[str, tuple[str, Callable[[str], tuple[int, int, str]]]] = {
     "weights_sgd": ("the weight after an SGD step", _backward),
     "moments": ("the moment", _backward),
     "weights_adamw": ("the weight after an AdamW step", _backward),
+    "routing": ("what is told", _forward),
+    "buffers": ("the buffer", _forward),
 }
 """In the order of cause and effect within a step: what differs first is named."""
 

@@ -16,8 +16,8 @@ import numpy as np
 from fivefold.verify.observe import Array, Observation, Piece
 
 QUANTITIES = (
-    "loss", "logits", "gradients", "grad_norm", "loss_scale", "buffers", "routed_experts", "weights_sgd",
-    "weights_adamw", "moments",
+    "loss", "logits", "gradients", "grad_norm", "loss_scale", "buffers", "routed_experts", "routing",
+    "weights_sgd", "weights_adamw", "moments",
 )  # fmt: skip
 FLOOR = 0.01
 

@@ -11,7 +11,7 @@ from 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,13 +25,13 @@ from fivefold.core.events import Event
 from fivefold.core.execution import Execution
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
-from fivefold.core.sharding import ParameterRow, parameters
+from fivefold.core.sharding import ParameterRow, buffers, parameters
 from fivefold.data.batches import Dataset
 from fivefold.engine.build import ValueSource
 from fivefold.engine.engine import Engine, LoadMicrobatch
 from fivefold.engine.feed import feed
 from fivefold.engine.own import OwnModel
-from fivefold.nn.moe import Routing
+from fivefold.engine.routers import LayerRouting
 from fivefold.nn.roles import modules_with_role
 from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
@@ -40,7 +40,7 @@ from fivefold.strategies.context.order import local_spans, section
 from fivefold.strategies.expert.rules import routed_layers
 from fivefold.strategies.pipeline.apply import Microbatch
 from fivefold.verify.overflow import OVERFLOW_STEP, RESUMED_AFTER, expected_scale, overflowing, resumed
-from fivefold.verify.routes import Routed, watching_routes
+from fivefold.verify.routes import Choices, Routed, watching_routes, where
 
 Region = tuple[slice, ...]
 Array = npt.NDArray[Any]
@@ -52,6 +52,8 @@ COUNT = "updates"
 """How often AdamW has updated a parameter, by the optimizer's own state: its bias correction depends on it."""
 INPUTS = {"tokens": "tokens_BS", "labels": "labels_BS", "loss mask": "mask_BS", "positions": "positions"}
 """What a microbatch holds, by name: the field of `Microbatch`."""
+ROUTING = ("chosen", "tokens", "dropped", "entropy", "balance", "z")
+"""What is told of a router after a step."""
 NOISE = 0.1
 """Spread of norms around 1 and of biases around 0, so that a fault in them shows."""
 
@@ -93,6 +95,7 @@ def observe(
     weights: ValueSource | None = None,
     make_own: Callable[[], OwnModel] | None = None,
     overflow: bool = False,
+    replay: Choices | None = None,
 ) -> Observation:
     """Train `steps` steps with SGD and, from the same start, with AdamW; look at everything on the way.
 
@@ -100,6 +103,7 @@ def observe(
     moments) of the first step and of the last. `weights`: where the initial values come from; None: the seed.
     `make_own`: makes the module that is trained, with its own values; None: our decoder.
     `overflow`: a new engine goes on after the first step, and a gradient of the third is infinite.
+    `replay`: the experts that tokens go to; None: those that the routers choose.
     """
     seen = Observation()
     mesh = Mesh(plan.layout, rank.rank, rank.device)
@@ -125,14 +129,15 @@ def observe(
             load = feed(dataset, plan, mesh, step - 1)
             with ExitStack() as stack:
                 ledger = stack.enter_context(Ledger(mesh))
-                seen.routed[run] = stack.enter_context(watching_routes(engine))
+                routes = stack.enter_context(watching_routes(engine, run, replay))
                 if broken:
                     seen.skipped.add(run)
                     stack.enter_context(overflowing(engine))
                 elif kept and name == "sgd":
                     load = stack.enter_context(_watching(engine, seen, step)).reading(load)
                 result = engine.step(load, LEARNING_RATE[name])
-            seen.events[run] = ledger.events
+            seen.events[run], seen.routed[run] = ledger.events, routes.routed
+            seen.pieces += _routing_pieces(engine, run, result.routing, routes)
             seen.pieces.append(_scalar("loss", run, result.loss))
             if overflow:
                 scale = expected_scale(step) if result.loss_scale is None else result.loss_scale
@@ -173,9 +178,6 @@ def required(
             yield "activations", f"{name} step {step}"
         yield "logits", f"head step {step}"
         yield from (("gradients", f"{name} step {step}") for name in names)
-        yield from (
-            ("routed_experts", f"layers.{i}.mlp.router step {step}") for i in routed_layers(plan.model)
-        )
     for step in sorted({*kept_steps(steps), *([OVERFLOW_STEP] if overflow else [])}):
         for name in names:
             for optimizer in OPTIMIZERS:
@@ -190,6 +192,43 @@ def required(
                 yield "loss_scale", f"{optimizer} step {step}"
             if not (overflow and step == OVERFLOW_STEP):
                 yield "grad_norm", f"{optimizer} step {step}"
+            yield from _required_routing(plan, f"{optimizer} step {step}")
+
+
+def _required_routing(plan: Plan, run: str) -> Iterator[tuple[str, str]]:
+    for layer in routed_layers(plan.model):
+        yield "routed_experts", f"layers.{layer}.mlp.router {run}"
+        yield from (("routing", f"layers.{layer}.mlp.router {number} {run}") for number in ROUTING)
+    yield from (("buffers", f"{row.name} {run}") for row in buffers(plan.model))
+
+
+def _routing_pieces(
+    engine: Engine, run: str, routing: Mapping[int, LayerRouting], routes: watching_routes
+) -> list[Piece]:
+    """The experts of every token; what is told of them, and what routers remember, after the step."""
+    plan, pieces = engine.plan, []
+    for name, microbatches in routes.experts.items():
+        shape = plan.workload.global_batch, plan.workload.seq_len, microbatches[0].shape[2]
+        for microbatch, experts_BSK in enumerate(microbatches):
+            at = 0
+            for rows, places in where(engine, microbatch):
+                part = experts_BSK[:, at : at + places.stop - places.start]
+                region: Region = rows, places, slice(0, shape[2])
+                pieces.append(Piece("routed_experts", f"{name} {run}", shape, region, part))
+                at += part.shape[1]
+    for layer, told in routing.items():
+        for number in ROUTING:
+            value = np.asarray(getattr(told, number), dtype=np.float64)
+            name, region = (
+                f"layers.{layer}.mlp.router {number} {run}",
+                tuple(slice(0, n) for n in value.shape),
+            )
+            pieces.append(Piece("routing", name, value.shape, region, value))
+    for row, kept in engine.routers.buffers() if engine.routers is not None else ():
+        pieces.append(
+            Piece("buffers", f"{row.name} {run}", row.shape, (slice(0, row.shape[0]),), _numpy(kept))
+        )
+    return pieces
 
 
 def _updated(engine: Engine, optimizer: str, step: int) -> list[Piece]:
@@ -249,8 +288,6 @@ class _watching:
                     self.hooks.append(part.register_forward_hook(self._keep("activations", name)))
             for name, part in modules_with_role(module, "head"):
                 self.hooks.append(part.register_forward_hook(self._keep("logits", name)))
-            for name, part in modules_with_role(module, "router"):
-                self.hooks.append(part.register_forward_hook(self._keep_routes(name)))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -296,17 +333,6 @@ class _watching:
 
         return hook
 
-    def _keep_routes(self, name: str) -> Callable[[Any, Any, Routing], None]:
-        """The experts of each token, in ascending order: which one is best can be a tie."""
-        keep = self._keep("routed_experts", name)
-
-        def hook(_module: Any, inputs: Any, routing: Routing) -> None:
-            if self.engine.mesh.phase == "forward":
-                experts_TK = routing.experts_TK.sort(-1).values
-                keep(_module, inputs, experts_TK.view(*inputs[0].shape[:2], -1))
-
-        return hook
-
     def _where(
         self, quantity: str, microbatch: int, out: Tensor
     ) -> tuple[tuple[int, ...], tuple[slice, list[tuple[slice, slice]], slice]]:
@@ -316,7 +342,7 @@ class _watching:
         """
         plan, layout, at = self.engine.plan, self.engine.plan.layout, self.engine.mesh.coordinate
         length, features = plan.workload.seq_len, out.shape[2]
-        width = {"logits": plan.model.vocab, "activations": plan.model.hidden}.get(quantity, features)
+        width = plan.model.vocab if quantity == "logits" else plan.model.hidden
         local = length // layout.cp
         mine = _part(at["tp"], out.shape[1], local, cut=out.shape[1] < local)
         spans = section(local_spans(length, layout, at["cp"]), mine.start, mine.stop)

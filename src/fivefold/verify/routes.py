@@ -1,50 +1,98 @@
-"""Which experts the tokens of a step went to, as one rank's routers decided: what a dispatch's bytes follow from."""
+"""Which experts the tokens of a step go to, as one rank's routers decide: seen, and replayed from another run.
+
+Rounding decides between experts whose scores are nearly equal, and one token that goes elsewhere changes everything
+after it. So layouts are judged on equal terms only in float64; in other formats all runs replay the choices of one
+(their weights, and all else, are their own).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fivefold.core.plan import Plan
 from fivefold.engine.engine import Engine
-from fivefold.nn.moe import Routing, count
+from fivefold.nn.moe import Router, Routing, count
 from fivefold.nn.roles import modules_with_role
+from fivefold.strategies import compose
 from fivefold.strategies.expert.rules import Counts, routed_layers
 
+Ints = npt.NDArray[np.int64]
 Routed = dict[int, list[list[int]]]
 """Layer -> for each microbatch, how many choices of this rank's tokens each expert got."""
+Choices = Mapping[str, Ints]
+"""`layers.3.mlp.router sgd step 1` -> the experts [G, S, K] of all tokens of that step, in ascending order."""
 
 
 class watching_routes:
-    """Counts the choices of one step through hooks that touch nothing; `with` gives the counts, complete at its end."""
+    """The choices of one step, through hooks; complete at the end of `with`. `replay`: those to make instead."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, run: str, replay: Choices | None = None) -> None:
+        self.engine, self.run, self.replay = engine, run, replay
         self.routed: Routed = {}
-        self.hooks: list[Any] = []
+        self.experts: dict[str, list[Ints]] = {}
+        """Router -> for each microbatch the experts [B, S, K] of the tokens here, in ascending order; -1: none."""
+        self.undo: list[Any] = []
 
-    def __enter__(self) -> Routed:
+    def __enter__(self) -> watching_routes:
         for module in self.engine.chunks.values():
             for name, router in modules_with_role(module, "router"):
-                self.hooks.append(router.register_forward_hook(self._keep(int(name.split(".")[1]))))
-        return self.routed
+                assert isinstance(router, Router)
+                self.experts[name] = []
+                self.undo.append(router.register_forward_hook(self._keep(name)).remove)
+                if self.replay is not None:
+                    router.choose = self._replayed(name)  # type: ignore[method-assign]
+                    self.undo.append(partial(delattr, router, "choose"))
+        return self
 
     def __exit__(self, *_: Any) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        for undo in self.undo:
+            undo()
 
-    def _keep(self, layer: int) -> Any:
-        experts = routed_layers(self.engine.plan.model)[layer].experts
+    def _keep(self, name: str) -> Any:
+        layer = int(name.split(".")[1])
+        number = routed_layers(self.engine.plan.model)[layer].experts
 
-        def hook(_module: Any, _inputs: Any, routing: Routing) -> None:
-            if self.engine.mesh.phase == "forward":  # not where a layer is computed again
-                with torch.no_grad():
-                    counts = count(routing.experts_TK.flatten(), experts).tolist()
-                self.routed.setdefault(layer, []).append(counts)
+        @torch.no_grad()
+        def hook(_module: Any, inputs: Any, routing: Routing) -> None:
+            if self.engine.mesh.phase != "forward":  # a layer is computed again
+                return
+            experts_TK = routing.experts_TK
+            self.routed.setdefault(layer, []).append(count(experts_TK.flatten(), number).tolist())
+            experts_BSK = experts_TK.sort(-1).values.view(*inputs[0].shape[:2], -1)
+            self.experts[name].append(experts_BSK.cpu().numpy())
 
         return hook
+
+    def _replayed(self, name: str) -> Any:
+        """What stands for `Router.choose`: the same microbatch, rows and places of what was chosen before."""
+
+        def choose(scores_TE: Tensor) -> Tensor:
+            assert self.replay is not None
+            microbatch = self.engine.pipeline.now.microbatch
+            everywhere = self.replay[f"{name} {self.run}"]
+            parts = [everywhere[rows, places] for rows, places in where(self.engine, microbatch)]
+            experts = torch.from_numpy(np.concatenate(parts, axis=1)).flatten(0, 1)
+            return experts.to(scores_TE.device)
+
+        return choose
+
+
+def where(engine: Engine, microbatch: int) -> list[tuple[slice, slice]]:
+    """(rows of the global batch, places in the sequence) of a microbatch's tokens that this rank's routers see."""
+    plan, layout, at = engine.plan, engine.plan.layout, engine.mesh.coordinate
+    size = plan.execution.micro_batch
+    first = at["dp"] * (plan.workload.global_batch // layout.dp) + microbatch * size
+    parts = layout.tp if layout.sequence_parallel else 1
+    here = at["cp"] * parts + (at["tp"] if parts > 1 else 0)
+    spans = compose.shared_tokens(layout, plan.workload.seq_len)[here]
+    return [(slice(first, first + size), slice(span.start, span.stop)) for span in spans]
 
 
 def counts_of(routed: Sequence[Routed], plan: Plan) -> Counts:

@@ -13,9 +13,11 @@ from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
+from fivefold.core.router import RouterConfig
 from fivefold.core.workload import Workload
 from fivefold.errors import ConfigError
 from fivefold.strategies import compose
+from fivefold.strategies.expert.rules import routed_layers
 from fivefold.strategies.pipeline.actions import microbatches_of
 from fivefold.verify.overflow import SCALE
 
@@ -31,6 +33,16 @@ SMALL_SCALE = LossScaleConfig(initial=1024)
 """In float16: small gradients do not vanish, and those of a new model do not overflow."""
 CLIP_NORM = 0.5
 """Below the usual first gradient norm, so that clipping acts and the weights depend on the norm."""
+
+ROUTER = RouterConfig(balance_coefficient=0.05, z_coefficient=0.01, bias_speed=0.05)
+"""Far stronger than in training, so that a fault in any of them shows."""
+ROUTERS = (
+    ROUTER,
+    ROUTER.replace(balance="batch"),
+    ROUTER.replace(capacity_factor=1.1),
+    ROUTER.replace(balance="batch", capacity_factor=0.9, capacity="pad"),
+)
+"""What routers are asked for in a walk over many layouts, in turn."""
 
 HIDDEN, HEAD_DIM, FFN, WINDOW = 64, 8, 64, 24
 """Widths of a shrunk model: the FFN at least this, heads and windows at most."""
@@ -49,6 +61,7 @@ def common_plans(
     check: Callable[[Plan], None] = compose.check,
     overflow: bool = False,
     recompute: str = "none",
+    router: RouterConfig | None = None,
 ) -> tuple[Plan, Plan]:
     """A small workload that is legal for both layouts, and the two plans.
 
@@ -59,6 +72,7 @@ def common_plans(
     `check`: whether the model can be run under a plan.
     `overflow`: `layout` gets a loss scale, the other one none.
     `recompute`: what `layout` computes again in backward.
+    `router`: what routers of experts are asked for; None: `ROUTER`.
     """
     if dtype not in (*BOUNDS, "bfloat16", "float16"):
         raise ConfigError(f"verify compares in {', '.join(BOUNDS)}, bfloat16 and float16, not in {dtype!r}")
@@ -83,6 +97,7 @@ def common_plans(
                 if overflow and cut is layout
                 else None,
                 optimizer=OptimizerConfig(clip_norm=CLIP_NORM),
+                router=(router or ROUTER) if routed_layers(spec) else RouterConfig(),
                 actions=lines,
                 recompute=again,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -12,8 +13,8 @@ from fivefold.nn.roles import DECODER_ROLES, modules_with_role, replace_module
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.expert.capacity import Limit, Pieces, Spans
-from fivefold.strategies.expert.dispatch import Cut, DispatchedExperts
-from fivefold.strategies.expert.rules import same_tokens
+from fivefold.strategies.expert.dispatch import Cut, DispatchedExperts, Padding
+from fivefold.strategies.expert.rules import same_tokens, tokens_here
 
 
 def apply(
@@ -35,13 +36,24 @@ def apply(
     layout = mesh.layout
     axes = [mesh.axis("tp")] if layout.sequence_parallel else []
     pieces = Pieces(shared_tokens, [axis for axis in (*axes, mesh.axis("cp")) if axis.degree > 1])
-    for _, module in modules_with_role(model, "router", roles):
+    padded: dict[str, Padding] = {}
+    for name, module in modules_with_role(model, "router", roles):
         assert isinstance(module, Router)
         capacity = router.capacity_of(module.spec, seq_len)
         if capacity is not None:
+            here = tokens_here(layout, seq_len)
+            if router.capacity == "pad":
+                padded[_block_of(name)] = Padding(min(capacity, here), here)
             module.register_forward_hook(Limit(module.spec.experts, capacity, pieces))
     if layout.ep * layout.etp == 1 and deferred is None:
         return
     cut = Cut(mesh.axis("ep"), mesh.axis("etp"), same_tokens(layout), deferred)
     for name, module in modules_with_role(model, "experts", roles):
-        replace_module(model, name, DispatchedExperts(module, cut))
+        replace_module(
+            model, name, DispatchedExperts(module, replace(cut, padded=padded.get(_block_of(name))))
+        )
+
+
+def _block_of(name: str) -> str:
+    """What router and experts are parts of."""
+    return name.rpartition(".")[0]

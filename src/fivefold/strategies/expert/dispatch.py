@@ -7,7 +7,8 @@ Communication of one microbatch, forward (backward: the reverse of each, with th
     etp > 1    reduce-scatter of the partial sums                                                      axis etp
 
 Tokens that every etp rank has already (tp ranks without sequence parallelism) are not gathered: the gradients of tokens
-and weights are all-reduced, and so are the partial sums. A rank can send or receive no row at all. Nothing is padded.
+and weights are all-reduced, and so are the partial sums. A rank can send or receive no row at all. Nothing is padded,
+unless it is asked for under a capacity: then every expert gets the same number of rows, and no counts travel.
 
 A row leaves for each choice (token, expert), sorted by expert, so that rows for one rank are neighbours. What comes is
 sorted by sender, then by expert, and is brought into the order of experts for the grouped products.
@@ -40,6 +41,16 @@ class Cut:
     """Whether the etp ranks have the same tokens."""
     deferred: DeferredGradients | None = None
     """Where a schedule collects weight gradients; None: they are computed in backward."""
+    padded: Padding | None = None
+    """How many rows every expert gets; None: as many as choose it."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A rank sends each expert `capacity` rows for every `tokens` tokens: no more than it can take of one sequence."""
+
+    capacity: int
+    tokens: int
 
 
 class DispatchedExperts(Experts):
@@ -76,14 +87,25 @@ class DispatchedExperts(Experts):
     def _exchanged(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The weighted sum of what the chosen experts make of each token, or this etp rank's part of it."""
         ep = self._cut.ep
-        route = find_route(experts_TK, self.gate.shape[0], ep)
-        rows_RD = exchange(x_TD[route.order_R // experts_TK.shape[1]], ep, route.sends, route.receives)
+        route = self._route(experts_TK)
+        rows_RD = x_TD[route.order_R // experts_TK.shape[1]]
+        if route.slots_R is not None:
+            rows_RD = x_TD.new_zeros(sum(route.sends), x_TD.shape[1]).index_copy(0, route.slots_R, rows_RD)
+        rows_RD = exchange(rows_RD, ep, route.sends, route.receives)
         if route.by_expert_R is None:
             rows_RD = self.compute(rows_RD, route.counts_E)
         else:
             sorted_RD = self.compute(rows_RD[route.by_expert_R], route.counts_E)
             rows_RD = torch.empty_like(sorted_RD).index_copy(0, route.by_expert_R, sorted_RD)
-        return combine(exchange(rows_RD, ep, route.receives, route.sends), route.order_R, weights_TK)
+        rows_RD = exchange(rows_RD, ep, route.receives, route.sends)
+        rows_RD = rows_RD if route.slots_R is None else rows_RD[route.slots_R]
+        return combine(rows_RD, route.order_R, weights_TK)
+
+    def _route(self, experts_TK: Tensor) -> Route:
+        ep, padded, here = self._cut.ep, self._cut.padded, self.gate.shape[0]
+        if padded is None or ep.degree == 1:
+            return find_route(experts_TK, here, ep)
+        return padded_route(experts_TK, here, ep, experts_TK.shape[0] // padded.tokens * padded.capacity)
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,7 @@ class Route:
     """Where the rows of one microbatch go."""
 
     order_R: Tensor
-    """The rows that leave, as places among the T*K choices, sorted by expert."""
+    """The choices that are computed, as places among the T*K, sorted by expert."""
     sends: list[int]
     """Rows for each ep rank."""
     receives: list[int]
@@ -100,6 +122,8 @@ class Route:
     """[e]: rows for each expert of this rank, of all senders together."""
     by_expert_R: Tensor | None
     """The rows that came in the order of their experts; None where they come so."""
+    slots_R: Tensor | None = None
+    """The places of the choices among the rows that leave, which are padded; None: they are the rows."""
 
 
 def find_route(experts_TK: Tensor, here: int, ep: Axis) -> Route:
@@ -118,6 +142,21 @@ def find_route(experts_TK: Tensor, here: int, ep: Axis) -> Route:
         expert = torch.arange(here, device=flat.device).repeat(ep.degree)
         by_expert = expert.repeat_interleave(arriving_E, output_size=sum(come)).argsort(stable=True)
     return Route(order, leave, come, arriving_E.view(ep.degree, here).sum(0), by_expert)
+
+
+def padded_route(experts_TK: Tensor, here: int, ep: Axis, rows: int) -> Route:
+    """The same with `rows` rows for every expert, which no expert's choices exceed. Comm: none."""
+    flat, number = experts_TK.flatten(), here * ep.degree
+    counts_E = count(flat, number)
+    order = (flat % (number + 1)).argsort(stable=True)[: int(counts_E.sum())]
+    expert = flat[order]
+    nth = torch.arange(len(order), device=flat.device) - (counts_E.cumsum(0) - counts_E)[expert]
+    each = [here * rows] * ep.degree
+    by_expert = (
+        torch.arange(number * rows, device=flat.device).view(ep.degree, here, rows).transpose(0, 1).flatten()
+    )
+    counts_here = torch.full((here,), ep.degree * rows, device=flat.device)
+    return Route(order, each, each, counts_here, by_expert, expert * rows + nth)
 
 
 class _Deferring(torch.autograd.Function):

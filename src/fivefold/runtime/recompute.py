@@ -89,11 +89,14 @@ class _Second:
         self.kept: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        self.kept[self.packed] = tensor.detach()
+        detached = (
+            tensor.detach()
+        )  # the graph of this run is not kept: a tensor that knows it would keep it alive
+        self.kept[self.packed] = detached
         self.packed += 1
         if self.packed == self.count:
             raise _Enough
-        return tensor
+        return detached
 
 
 class _Enough(Exception):

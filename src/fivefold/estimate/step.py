@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from fivefold.estimate import comm, compute
-from fivefold.estimate.compute import Passes, join
+from fivefold.estimate.compute import join
 
 if TYPE_CHECKING:
     from fivefold.estimate.coefficients import Coefficients
@@ -54,7 +54,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """One layer of one microbatch: exposed seconds by term."""
 
     forward: Column
@@ -72,7 +72,7 @@ def step_times(jobs: Jobs, coefficients: Coefficients) -> StepTimes:
     return seconds_by_term(jobs, coefficients.of(jobs))
 
 
-def _layer(block: Blocks, jobs: Jobs, c: Values) -> _Layer:
+def _layer(block: Blocks, jobs: Jobs, c: Values) -> Layer:
     """Formula: ((computation + exposed communication)^p + launches^p)^(1/p), backward with the recompute in it."""
     import numpy as np
 
@@ -98,7 +98,7 @@ def _layer(block: Blocks, jobs: Jobs, c: Values) -> _Layer:
     sent_back = tp + 2 * cp + ep + again * sent
     backward_all = join(work + sent_back, (2 + again) * launch)
     dense, routed = compute.layer_parameters(block, jobs)
-    return _Layer(
+    return Layer(
         forward_all, backward_all, (2 + again) * tp, (3 + again) * cp, (2 + again) * ep, dense, routed
     )
 
@@ -107,52 +107,94 @@ def seconds_by_term(jobs: Jobs, c: Values) -> StepTimes:
     """As `step_times`, with the coefficients given as columns."""
     import numpy as np
 
-    layers = [(block, _layer(block, jobs, c)) for block in jobs.blocks]
-    L = jobs.layers
+    made = layers_of(jobs, c)
+    pieces = _compose(made, jobs, c)
+    first, middle, last = stage_layers(jobs)
+    stages = np.stack(pieces.stages)
+    m, scale = jobs.microbatches, c["stack"]
+    share = np.where(stages.argmax(axis=0) == 0, first, np.where(stages.argmax(axis=0) == 1, middle, last))
+    sent = {axis: m * share * _mean(made, jobs, axis) for axis in ("tp", "cp", "ep")}
+    gathered = m * share * pieces.gathered
+    busy = m * pieces.slowest - sum(sent.values()) - gathered
+    return StepTimes(
+        compute=scale * busy,
+        **{axis: scale * seconds for axis, seconds in sent.items()},
+        pp=scale * m * pieces.messages,
+        dp=scale * (pieces.reduced + gathered),
+        bubble=scale * pieces.bubble,
+        optimizer=scale * pieces.updated,
+        fixed=scale * (c["fixed_step"] + m * c["fixed_microbatch"]),
+    )
 
-    def mean(name: str) -> Column:
-        return sum(block.count * getattr(layer, name) for block, layer in layers) / L  # type: ignore[no-any-return]
 
-    forward, backward = mean("forward"), mean("backward")
-    dense, routed = mean("dense"), mean("routed")
-    gathered = _sharded_layer(forward, backward, dense, routed, jobs, c)
+def layers_of(jobs: Jobs, c: Values) -> list[Layer]:
+    """One layer of each kind. Depends on neither pp, dp, the schedule, ZeRO nor the number of microbatches."""
+    return [_layer(block, jobs, c) for block in jobs.blocks]
+
+
+def total_seconds(made: list[Layer], jobs: Jobs, c: Values) -> Column:
+    """`StepTimes.total` alone, of layers that are made already: what a search needs of a million layouts.
+
+    Columns may be arrays of more axes that spread over each other.
+    """
+    p = _compose(made, jobs, c)
+    each = p.slowest + p.messages + c["fixed_microbatch"]
+    total: Column = c["stack"] * (
+        jobs.microbatches * each + p.bubble + p.reduced + p.updated + c["fixed_step"]
+    )
+    return total
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Seconds: of a microbatch on the first, a middle and the last stage, and of what comes once a step."""
+
+    stages: tuple[Column, Column, Column]
+    slowest: Column
+    gathered: Column
+    """In one layer, by ZeRO-3."""
+    messages: Column
+    bubble: Column
+    reduced: Column
+    updated: Column
+
+
+def _mean(made: list[Layer], jobs: Jobs, name: str) -> Column:
+    """Of all layers."""
+    total = sum(block.count * getattr(layer, name) for block, layer in zip(jobs.blocks, made))
+    return total / jobs.layers  # type: ignore[no-any-return]
+
+
+def _compose(made: list[Layer], jobs: Jobs, c: Values) -> _Pieces:
+    import numpy as np
+
+    L, one = jobs.layers, jobs.pp == 1
+    forward, backward, dense, routed = (
+        _mean(made, jobs, name) for name in ("forward", "backward", "dense", "routed")
+    )
+    gathered = 0 * forward
+    if (jobs.zero == 3).any():
+        gathered = _sharded_layer(forward, backward, dense, routed, jobs, c)
     layer = forward + backward + gathered
-    top = compute.head(jobs, c)
-    ends = Passes(top.forward, top.backward)
+    ends = compute.head(jobs, c)
     first, middle, last = stage_layers(jobs)
     messages = c["pp_exposed"] * 2 * jobs.chunks * comm.message(jobs, c)
     extra = messages + c["fixed_microbatch"]
     head = ends.forward + ends.backward
     embedding = 4 * comm.hidden_bytes(jobs) / (jobs.memory_bytes_per_s * c["memory"])
-    one = jobs.pp == 1
-    stages = np.stack([
+    stages = (
         first * layer + embedding + np.where(one, head, 0.0),
         np.where(jobs.pp > 2, middle * layer, 0.0),
         np.where(one, 0.0, last * layer + head),
-    ])  # fmt: skip
-    slowest = stages.max(axis=0)
+    )
+    slowest = np.maximum(np.maximum(stages[0], stages[1]), stages[2])
     whole = stages[0] + stages[2] + np.maximum(jobs.pp - 2, 0) * stages[1]
     bubble = jobs.bubble / jobs.chunks * c["bubble"] * (whole - slowest + (jobs.pp - 1) * extra)
-
-    m = jobs.microbatches
-    share = np.where(stages.argmax(axis=0) == 0, first, np.where(stages.argmax(axis=0) == 1, middle, last))
-    sent = {axis: m * share * mean(axis) for axis in ("tp", "cp", "ep")}
     tied = np.where(jobs.tied & one, 1.0, np.where(one, 2.0, 1.0)) * jobs.vocab * jobs.hidden / jobs.tp
     dense_all, routed_all = dense * L / jobs.pp + tied, routed * L / jobs.pp
     reduced = _reduced(dense_all, routed_all, backward * L / jobs.pp, jobs, c)
-    updated = _updated(dense_all, routed_all, jobs)
-    scale = c["stack"]
-    gathered_all = m * share * gathered
-    busy = m * slowest - sum(sent.values()) - gathered_all
-    return StepTimes(
-        compute=scale * busy,
-        **{axis: scale * seconds for axis, seconds in sent.items()},
-        pp=scale * m * messages,
-        dp=scale * (reduced + gathered_all),
-        bubble=scale * bubble,
-        optimizer=scale * compute.optimizer(updated, jobs, c),
-        fixed=scale * (c["fixed_step"] + m * c["fixed_microbatch"]),
-    )
+    updated = compute.optimizer(_updated(dense_all, routed_all, jobs), jobs, c)
+    return _Pieces(stages, slowest, gathered, messages, bubble, reduced, updated)
 
 
 def launches(block: Blocks, jobs: Jobs, c: Values) -> Column:

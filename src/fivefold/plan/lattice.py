@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 LARGEST_MICRO_BATCH = 64
 MOST_CHUNKS = 8
 LARGEST_ETP = 8
+"""Experts are cut in more parts only where that is fixed."""
 
 
 class Method(NamedTuple):
@@ -118,8 +119,7 @@ class Lattice:
     def etp(self) -> list[int]:
         moes = routed(self.question.spec)
         width = gcd(*(moe.ffn for moe in moes)) if moes else 1
-        most = min(LARGEST_ETP, max(self.tp, default=1))
-        known = [d for d in divisors(width) if d <= most or "etp" in self.fixed.layout]
+        known = [d for d in divisors(width) if d <= LARGEST_ETP or "etp" in self.fixed.layout]
         return [d for d in known if self.fixed.allows("etp", d)]
 
     @cached_property
@@ -220,8 +220,8 @@ class Lattice:
 
         a = self.axes
         dp, count = self.dp(group), self.microbatches(group)
-        known = np.array([[m is not None for m in row] for row in self.methods])
-        fine = known.reshape(*known.shape, 1, 1, 1, 1) & (dp == np.floor(dp))
+        known = np.array([[m is not None for m in row] for row in self.methods], dtype=bool)
+        fine = known.reshape(len(self.tp), len(self.cp), 1, 1, 1, 1) & (dp == np.floor(dp))
         if "dp" in self.fixed.layout:
             fine = fine & (dp == self.fixed.layout["dp"])
         fine = fine & (count == np.floor(count)) & (count <= MOST_MICROBATCHES)

@@ -32,8 +32,10 @@ def layout_facts(layout: Layout, micro_batch: int, recompute: Recompute) -> dict
     return {"layout": str(layout), "micro_batch": micro_batch, "recompute": str(recompute)}
 
 
-def speed_facts(question: Question, step_s: float, terms: dict[str, float]) -> dict[str, Any]:
-    """Step time by term, and the rates that follow from it.
+def speed_facts(
+    question: Question, step_s: float, low_s: float, high_s: float, terms: dict[str, float]
+) -> dict[str, Any]:
+    """Step time with its 10th and 90th percentile and by term, and the rates that follow from it.
 
     Formula: tokens = global batch x S; MFU = model FLOPs (causal, without recompute) / (step x devices x 16-bit peak).
     Source:  Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B.
@@ -44,6 +46,8 @@ def speed_facts(question: Question, step_s: float, terms: dict[str, float]) -> d
     flops = tokens * training_flops(question.spec, question.seq_len)
     return {
         "step_time_s": step_s,
+        "step_time_p10_s": low_s,
+        "step_time_p90_s": high_s,
         "tokens_per_s_per_gpu": tokens / step_s / question.devices,
         "mfu": flops / (step_s * question.devices * half) if half else None,
         "time": terms,

@@ -1,0 +1,246 @@
+"""Step time of the points of a lattice, and of single choices: the same functions (`estimate.step`) on other arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fivefold.core.cluster import Precision
+from fivefold.core.layout import Layout
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, MLASpec, MLPSpec
+from fivefold.errors import ClusterError
+from fivefold.estimate.recompute import Recompute
+from fivefold.plan.lattice import Group, Lattice, recomputed_share
+from fivefold.plan.question import Question
+from fivefold.plan.run_devices import FAMILIES, OTHER
+
+if TYPE_CHECKING:
+    from fivefold.estimate.coefficients import Coefficients
+    from fivefold.estimate.jobs import Blocks, Jobs
+    from fivefold.estimate.step import Layer, StepTimes
+    from fivefold.plan.calibration import Calibration
+
+BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float8": 8}
+
+SOFTWARE = {
+    "standard": "megatron-2025", "megatron-core": "megatron-2025", "megatron-bridge": "megatron-2026b",
+    "megatron-classic": "megatron-classic", "megatron-deepspeed": "megatron-classic", "fsdp": "fsdp-2026",
+    "deepspeed": "deepspeed", "fivefold": "other",
+}  # fmt: skip
+"""Stack of memory -> software era of time."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer: a layout, the sequences that a rank computes at a time, and what it computes again."""
+
+    layout: Layout
+    micro_batch: int
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Prices the layouts of one question."""
+
+    question: Question
+    calibration: Calibration | None = None
+    """None: the coefficients that Fivefold comes with."""
+
+    @property
+    def coefficients(self) -> Coefficients:
+        from fivefold.estimate.coefficients import shipped
+
+        return self.calibration.coefficients if self.calibration else shipped()
+
+    def grid(self, lattice: Lattice, group: Group, option: Recompute, zero: int) -> Any:
+        """Seconds of a step at every point of a group at one ZeRO stage; means nothing where a point is not legal."""
+        from fivefold.estimate.step import BUBBLE, total_seconds
+
+        base, c, layers = self._layers(lattice, option)
+        data: dict[str, Any] = {
+            "pp": self._number(group.pp),
+            "dp": _slim(lattice.dp(group)),
+            "microbatches": _slim(lattice.microbatches(group)),
+            "chunks": self._number(group.chunks if group.schedule == "1f1b" else 1),
+            "zero": self._number(zero),
+            "bubble": self._number(BUBBLE[SCHEDULE.get(group.schedule, group.schedule)]),
+        }
+        return total_seconds(layers, replace(base, **data), c)
+
+    def times(self, choices: Sequence[Choice]) -> StepTimes:
+        """The step of each choice, by term."""
+        from fivefold.estimate.step import step_times
+
+        return step_times(self.jobs(choices), self.coefficients)
+
+    def interval(self, choices: Sequence[Choice]) -> tuple[Any, Any, Any]:
+        """Seconds of a step: what is expected, the 10th and the 90th percentile; corrected where runs are near."""
+        from fivefold.plan.calibration import predict
+
+        return predict(self.jobs(choices), self.calibration)
+
+    def in_order(self, choices: list[Choice]) -> list[Choice]:
+        """Choices that come in the order of the coefficients, in the order of the calibration as well."""
+        import numpy as np
+
+        if self.calibration is None or not choices:
+            return choices
+        expected, _, _ = self.interval(choices)
+        return [choices[i] for i in np.argsort(expected, kind="stable")]
+
+    def jobs(self, choices: Sequence[Choice]) -> Jobs:
+        """The choices as rows of jobs."""
+        import numpy as np
+
+        from fivefold.estimate.step import BUBBLE
+
+        q = self.question
+        layouts = [choice.layout for choice in choices]
+
+        def column(values: Iterable[Any]) -> Any:
+            return np.array(list(values), dtype=np.float64)
+
+        degrees = {
+            name: column(getattr(layout, name) for layout in layouts)
+            for name in ("dp", "tp", "pp", "cp", "ep", "etp", "zero")
+        }
+        shares = {
+            option: recomputed_share(q.spec, option, q.seq_len)
+            for option in {choice.recompute for choice in choices}
+        }
+        micro_batch = column(choice.micro_batch for choice in choices)
+        jobs = self._jobs(
+            **degrees,
+            micro_batch=micro_batch,
+            microbatches=q.global_batch / (degrees["dp"] * micro_batch),
+            chunks=column(layout.chunks if layout.schedule == "1f1b" else 1 for layout in layouts),
+            bubble=column(BUBBLE[SCHEDULE.get(layout.schedule, layout.schedule)] for layout in layouts),
+            sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
+            recompute=column(shares[choice.recompute] for choice in choices),
+        )
+        return _spread(jobs, len(choices))
+
+    def _layers(self, lattice: Lattice, option: Recompute) -> tuple[Jobs, dict[str, Any], list[Layer]]:
+        """Layers do not depend on the group: made once for each recompute."""
+        from fivefold.estimate.step import layers_of
+
+        known = self._made
+        if option not in known:
+            a, one = {name: _slim(axis) for name, axis in lattice.axes.items()}, self._number(1)
+            jobs = self._jobs(
+                tp=a["tp"], cp=a["cp"], ep=a["ep"], etp=a["etp"], micro_batch=a["micro_batch"], pp=one, dp=one,
+                microbatches=one, chunks=one, zero=one, bubble=one,
+                sequence_parallel=(_slim(lattice.sp) > 0) & (a["tp"] > 1),
+                recompute=self._number(recomputed_share(self.question.spec, option, self.question.seq_len)),
+            )  # fmt: skip
+            c = self.coefficients.of(jobs)
+            known[option] = jobs, c, layers_of(jobs, c)
+        return known[option]
+
+    @cached_property
+    def _made(self) -> dict[Recompute, tuple[Jobs, dict[str, Any], list[Layer]]]:
+        return {}
+
+    def _number(self, value: float) -> Any:
+        import numpy as np
+
+        return np.array([float(value)])
+
+    def _jobs(self, **columns: Any) -> Jobs:
+        import numpy as np
+
+        from fivefold.estimate.jobs import Jobs
+
+        q, number = self.question, self._number
+        node = q.node
+        peaks = node.peak_flops_per_s or {}
+        half = next((peaks[name] for name in ("bfloat16", "float16") if name in peaks), None)
+        if half is None or node.memory_bytes_per_s is None:
+            raise ClusterError(
+                f"{q.cluster} has no stated peak or bandwidth, so no step time follows; measure it"
+            )
+        low: Precision = {8: "float8", 16: "bfloat16", 32: "float32"}[BITS[q.precision]]  # type: ignore[assignment]
+        nic = node.inter_node_bytes_per_s or node.intra_node_bytes_per_s or half
+        model = {
+            "blocks": tuple(self._blocks(block) for block in dict.fromkeys(q.spec.blocks)),
+            "hidden": number(q.spec.hidden), "vocab": number(q.spec.vocab), "tied": np.array([q.spec.tied_embeddings]),
+            "frozen": np.array([False]), "seq_len": number(q.seq_len),
+        }  # fmt: skip
+        execution = {
+            "bits": number(BITS[q.precision]), "scaling": number(1), "offload": np.array([q.offload]),
+            "grad_bytes": number(4 if q.grad_dtype == "float32" else 2), "recompute_attention": np.array([False]),
+            "fused_attention": np.array([q.stack.attention == "flash"]), "one_copy": np.array([True]),
+            "software": np.array([SOFTWARE[q.framework]]), "release": number(2026.0), "stack": np.array([q.framework]),
+        }  # fmt: skip
+        device = {
+            "peak_flops_per_s": number(half), "peak_low_flops_per_s": number(peaks.get(low, half)),
+            "memory_bytes_per_s": number(node.memory_bytes_per_s),
+            "link_bytes_per_s": number(node.intra_node_bytes_per_s or nic), "nic_bytes_per_s": number(nic),
+            "domain": number(q.domain), "hardware": np.array([FAMILIES.get(node.device, OTHER)]),
+        }  # fmt: skip
+        return Jobs(**model, **execution, **device, **columns)
+
+    def _blocks(self, block: BlockSpec) -> Blocks:
+        from fivefold.estimate.jobs import Blocks
+
+        q = self.question
+        sizes = {**_attention_sizes(block, q.seq_len), **_feed_sizes(block)}
+        count = sum(other == block for other in q.spec.blocks)
+        return Blocks(count=self._number(count), **{name: self._number(size) for name, size in sizes.items()})
+
+
+SCHEDULE = {"zbh1": "zb1p"}
+"""Names of schedules in `step.BUBBLE` that differ from a layout's."""
+
+
+def _slim(grid: Any) -> Any:
+    """A grid without the axis of ZeRO, along which it is alike."""
+    return grid[..., 0]
+
+
+def _attention_sizes(block: BlockSpec, seq_len: int) -> dict[str, float]:
+    a = block.attention
+    if isinstance(a, AttentionSpec):
+        window = min(seq_len, a.window or seq_len, a.chunk or seq_len)
+        return {
+            "heads": a.heads, "kv_heads": a.kv_heads, "qk_dim": a.head_dim, "v_dim": a.head_dim, "q_rank": 0,
+            "kv_rank": 0, "rope_dim": 0, "window": window,
+        }  # fmt: skip
+    if isinstance(a, MLASpec):
+        return {
+            "heads": a.heads, "kv_heads": a.heads, "qk_dim": a.nope_dim + a.rope_dim, "v_dim": a.value_dim,
+            "q_rank": a.q_rank or 0, "kv_rank": a.kv_rank, "rope_dim": a.rope_dim, "window": seq_len,
+        }  # fmt: skip
+    assert isinstance(a, GatedDeltaSpec)
+    # As attention to as many keys as a chunk has: its cost does not grow with the sequence.
+    return {
+        "heads": a.value_heads, "kv_heads": a.key_heads, "qk_dim": a.key_dim, "v_dim": a.value_dim, "q_rank": 0,
+        "kv_rank": 0, "rope_dim": 0, "window": min(seq_len, 3 * a.key_dim),
+    }  # fmt: skip
+
+
+def _feed_sizes(block: BlockSpec) -> dict[str, float]:
+    m = block.mlp
+    gated = 2 if m.gated else 1
+    if isinstance(m, MLPSpec):
+        return {"ffn": m.ffn, "gated": gated, "experts": 0, "top_k": 0, "moe_ffn": 0}
+    return {"ffn": m.shared_ffn, "gated": gated, "experts": m.experts, "top_k": m.top_k, "moe_ffn": m.ffn}
+
+
+def _spread(jobs: Jobs, n: int) -> Jobs:
+    """Every column with n entries."""
+    import numpy as np
+
+    def wide(value: Any) -> Any:
+        return np.broadcast_to(value, (n,)) if len(value) != n else value
+
+    return replace(
+        jobs,
+        blocks=tuple(
+            replace(b, **{f.name: wide(getattr(b, f.name)) for f in fields(b)}) for b in jobs.blocks
+        ),
+        **{f.name: wide(getattr(jobs, f.name)) for f in fields(jobs) if f.name != "blocks"},
+    )

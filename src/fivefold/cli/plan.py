@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fivefold.plan.question import Question
     from fivefold.plan.search import Answer, Found
 
-USUAL_TOKENS = 2**22
+USUAL_TOKENS = 4_194_304
 """Tokens of a step unless told otherwise: four million, or a sequence for every fourth device if that is more."""
 
 
@@ -144,6 +144,7 @@ def _facts(question: Question, answer: Answer, *, elapsed_s: float) -> dict[str,
 
 def _plan(question: Question, found: Found) -> dict[str, Any]:
     from fivefold.plan.result import layout_facts, memory_facts, memory_reasons, speed_facts, state_reason
+    from fivefold.units import MEGA
 
     choice = found.choice
     facts = {
@@ -154,7 +155,7 @@ def _plan(question: Question, found: Found) -> dict[str, Any]:
     price = question.node.price_per_hour
     if price is not None:
         tokens_per_hour = facts["tokens_per_s_per_gpu"] * 3600
-        facts["price_per_million_tokens"] = price / tokens_per_hour * 10**6
+        facts["price_per_million_tokens"] = price / tokens_per_hour * MEGA
     facts["reasons"] = [
         *memory_reasons(question, found.memory),
         state_reason(question, choice.layout, found.memory),

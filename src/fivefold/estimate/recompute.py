@@ -1,5 +1,7 @@
 """What a layer keeps, and what it needs for a moment, where parts of it are computed again in backward.
 
+The words are those of `core.recompute`, and two more (core, ops) that runs of other frameworks have.
+
     none                     everything is kept
     full                     of each layer only its input
     attention, mlp, moe      of that part, its norm included, only its input

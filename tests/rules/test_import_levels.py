@@ -49,6 +49,7 @@ TORCH_FREE = (
     "fivefold.strategies.pipeline.check",
     "fivefold.strategies.pipeline.schedules",
     "fivefold.strategies.pipeline.placement",
+    "fivefold.strategies.expert.placement",
 )
 """Modules and folders whose source does not name torch at all; so do the `rules.py` of every strategy."""
 

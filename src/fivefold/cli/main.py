@@ -26,6 +26,7 @@ COMMANDS = {
     "layouts": ("fivefold.cli.layouts", "List every legal layout of a model, or say which rule forbids one."),
     "plan": ("fivefold.cli.plan", "Search all layouts of a model on a cluster: what fits, what is fastest."),
     "estimate": ("fivefold.cli.estimate", "Estimate memory and step time of one layout, without running it."),
+    "experts": ("fivefold.cli.experts", "Say where copies of busy experts should go."),
     "lab": ("fivefold.cli.lab", "Run a grid of layouts on real text, verify each, and write a report."),
     "model": ("fivefold.cli.model", "Show what a model is made of: parameters by component, FLOPs."),
     "data": ("fivefold.cli.data", "Tokenise text once for training, and show what was tokenised."),

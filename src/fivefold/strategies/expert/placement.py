@@ -1,0 +1,201 @@
+"""Where copies of experts go, so that the most loaded rank is least loaded.
+
+Routing is uneven: some experts are chosen far more often than others, and the slowest rank decides how long a layer
+takes. A rank has `experts / ranks` slots and some spare ones. Hot experts get further copies in these, and the tokens
+of an expert are shared among its copies.
+
+    copies   the next copy goes to the expert with the most tokens per copy        (optimal for the largest copy)
+    ranks    the largest copy first, to the least loaded rank that has a slot       (Graham 1969, LPT)
+    swaps    pairs of copies change places while that lowers the most loaded rank
+    shares   tokens of every expert fill its least loaded copies first, again and again until nothing moves
+
+The first two are those of DeepSeek's balancer (DeepSeek-V3, arXiv:2412.19437, section 3.4). The last minimises the sum
+of squared loads over all ways to share tokens among given copies: expert by expert it finds the minimum of a convex
+function over a product of simplices (block coordinate descent), which has the smallest possible maximum as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from fivefold.errors import LayoutError, nearest_numbers
+
+MOST_SWAPS = 200
+MOST_ROUNDS = 200
+SETTLED = 1e-9
+"""Sharing ends where no expert moves more than this part of a rank's mean load."""
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Which experts each rank holds, and what part of each one's tokens."""
+
+    slots: tuple[tuple[int, ...], ...]
+    """By rank: the experts that it holds, in ascending order."""
+    shares: tuple[tuple[float, ...], ...]
+    """By rank, in the order of `slots`: the part of that expert's tokens; over all copies they sum to 1."""
+    loads: tuple[float, ...]
+    """By rank: tokens."""
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load / mean load; 1 where nothing was counted."""
+        return imbalance(self.loads)
+
+    def copies(self, experts: int) -> tuple[int, ...]:
+        """By expert: how many ranks hold it."""
+        held = [expert for slots in self.slots for expert in slots]
+        return tuple(held.count(expert) for expert in range(experts))
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """Largest / mean; 1 where all are zero."""
+    total = math.fsum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def contiguous(counts: Sequence[float], ranks: int) -> ExpertPlacement:
+    """What expert parallelism does by itself: neighbouring experts on a rank, one copy of each."""
+    each = _experts_of_a_rank(len(counts), ranks)
+    slots = tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(ranks))
+    return _placement(slots, [{expert // each: 1.0} for expert in range(len(counts))], counts)
+
+
+def place_experts(counts: Sequence[float], ranks: int, spare: int = 0) -> ExpertPlacement:
+    """Choose copies, their ranks and their shares. `counts`: tokens that chose each expert; deterministic.
+
+    Raises: LayoutError where experts do not divide over ranks, or there are more spare slots than copies to fill them.
+    """
+    each = _experts_of_a_rank(len(counts), ranks) + spare
+    if each > len(counts):
+        raise LayoutError(
+            f"{spare} spare slots on each of {ranks} ranks make {each} slots, more than the {len(counts)} experts; "
+            f"at most {len(counts) - each + spare} spare"
+        )
+    copies = _copies(counts, ranks, spare * ranks)
+    load = [count / number for count, number in zip(counts, copies)]
+    slots = _pack(load, copies, ranks, each)
+    _swap(load, slots)
+    slots.sort()  # ranks are alike: an order that does not depend on how they were filled
+    return _placement(tuple(tuple(sorted(held)) for held in slots), _share(counts, slots), counts)
+
+
+def _experts_of_a_rank(experts: int, ranks: int) -> int:
+    if experts % ranks:
+        legal = nearest_numbers(ranks, [n for n in range(1, experts + 1) if experts % n == 0])
+        raise LayoutError(
+            f"{experts} experts are not divisible by {ranks} ranks; nearest legal ranks: {legal}"
+        )
+    return experts // ranks
+
+
+def _copies(counts: Sequence[float], ranks: int, more: int) -> list[int]:
+    """Copies of each expert: one, and `more` further ones, each to the expert with the most tokens per copy."""
+    copies = [1] * len(counts)
+    queue = [(-count, expert) for expert, count in enumerate(counts)]
+    heapify(queue)
+    for _ in range(more):
+        _, expert = heappop(queue)
+        copies[expert] += 1
+        if copies[expert] < ranks:  # a second copy on the same rank would share nothing
+            heappush(queue, (-counts[expert] / copies[expert], expert))
+    return copies
+
+
+def _pack(load: Sequence[float], copies: Sequence[int], ranks: int, each: int) -> list[list[int]]:
+    """Deal all copies to ranks of `each` slots. `load`: tokens of one copy of each expert.
+
+    Experts with most copies first: every rank with a free slot can then take one, as those filled alike differ by one.
+    """
+    slots: list[list[int]] = [[] for _ in range(ranks)]
+    total = [0.0] * ranks
+    many = sorted((e for e in range(len(copies)) if copies[e] > 1), key=lambda e: (-copies[e], -load[e]))
+    single = sorted((e for e in range(len(copies)) if copies[e] == 1), key=lambda e: -load[e])
+    for expert in [*many, *single]:
+        free = [rank for rank in range(ranks) if len(slots[rank]) < each]
+        if (
+            copies[expert] > 1
+        ):  # never so unevenly that a later expert finds fewer free ranks than it has copies
+            free.sort(key=lambda rank: (len(slots[rank]), total[rank]))
+        else:
+            free.sort(key=lambda rank: total[rank])
+        for rank in free[: copies[expert]]:
+            slots[rank].append(expert)
+            total[rank] += load[expert]
+    return slots
+
+
+def _swap(load: Sequence[float], slots: list[list[int]]) -> None:
+    """Let copies on the most loaded rank change places with smaller ones while the larger load of the two falls."""
+    total = [math.fsum(load[expert] for expert in held) for held in slots]
+    for _ in range(MOST_SWAPS):
+        top = max(range(len(slots)), key=total.__getitem__)
+        found = None
+        for other, held in enumerate(slots):
+            for mine in slots[top] if other != top else ():
+                for theirs in held:
+                    moved = load[mine] - load[theirs]
+                    worst = max(total[top] - moved, total[other] + moved)
+                    alone = mine not in held and theirs not in slots[top]
+                    if alone and worst < total[top] * (1 - SETTLED) and (found is None or worst < found[0]):
+                        found = (worst, other, mine, theirs, moved)
+        if found is None:
+            return
+        _, other, mine, theirs, moved = found
+        slots[top][slots[top].index(mine)] = theirs
+        slots[other][slots[other].index(theirs)] = mine
+        total[top], total[other] = total[top] - moved, total[other] + moved
+
+
+def _share(counts: Sequence[float], slots: Sequence[Sequence[int]]) -> list[dict[int, float]]:
+    """By expert: rank -> the part of its tokens that go there."""
+    homes: list[list[int]] = [[] for _ in counts]
+    for rank, held in enumerate(slots):
+        for expert in held:
+            homes[expert].append(rank)
+    tokens = [{rank: count / len(home) for rank in home} for count, home in zip(counts, homes)]
+    total = _loads(tokens, len(slots))
+    several = [expert for expert, home in enumerate(homes) if len(home) > 1 and counts[expert]]
+    mean = math.fsum(counts) / len(slots)
+    for _ in range(MOST_ROUNDS):
+        moved = 0.0
+        for expert in several:
+            rest = {rank: total[rank] - part for rank, part in tokens[expert].items()}
+            filled = _fill(rest, counts[expert])
+            moved = max([moved, *(abs(filled[rank] - part) for rank, part in tokens[expert].items())])
+            total.update({rank: rest[rank] + part for rank, part in filled.items()})
+            tokens[expert] = filled
+        if moved <= SETTLED * mean:
+            break
+    return [
+        {rank: part / count if count else 1 / len(parts) for rank, part in parts.items()}
+        for count, parts in zip(counts, tokens)
+    ]
+
+
+def _fill(rest: Mapping[int, float], amount: float) -> dict[int, float]:
+    """Pour `amount` into vessels that hold `rest`: the emptiest ones rise to one level. Rank -> what it gets."""
+    order = sorted(rest.values())
+    for number in range(1, len(order) + 1):
+        level = (math.fsum(order[:number]) + amount) / number
+        if number == len(order) or level <= order[number]:
+            break
+    return {rank: max(0.0, level - held) for rank, held in rest.items()}
+
+
+def _loads(tokens: Sequence[Mapping[int, float]], ranks: int) -> dict[int, float]:
+    return {rank: math.fsum(parts.get(rank, 0.0) for parts in tokens) for rank in range(ranks)}
+
+
+def _placement(
+    slots: tuple[tuple[int, ...], ...], shares: Sequence[Mapping[int, float]], counts: Sequence[float]
+) -> ExpertPlacement:
+    parts = tuple(tuple(shares[expert][rank] for expert in held) for rank, held in enumerate(slots))
+    loads = tuple(
+        math.fsum(counts[expert] * part for expert, part in zip(*pair, strict=True))
+        for pair in zip(slots, parts, strict=True)
+    )
+    return ExpertPlacement(slots, parts, loads)

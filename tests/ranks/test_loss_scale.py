@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.catalog.models import preset
 from fivefold.core.events import without_setup
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
@@ -102,12 +103,13 @@ CASES = [
     pytest.param("dp2 zero2 tp2", 3, "norm.weight", marks=LONG),
     pytest.param("cp2 pp2:gpipe", 2, "layers.3.attention.qkv.v.weight", marks=LONG),
     pytest.param("pp2:zbv", 0, "embedding.weight", marks=LONG),
+    pytest.param("dp4 ep4", 2, "layers.1.mlp.experts.down", marks=LONG),  # an expert that nobody else has
 ]
 
 
 @pytest.mark.parametrize(("layout", "broken", "name"), CASES)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, broken: int, name: str) -> None:
-    plan = plan_of(layout, grow_every=2)
+    plan = plan_of(layout, grow_every=2, spec=preset("tiny-moe") if "experts" in name else PLAIN)
     everyone: list[Skipped] = run_ranks(
         overflow_on_one_rank, plan, broken, name, ranks=plan.layout.world_size, device="cpu"
     )

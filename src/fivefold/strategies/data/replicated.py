@@ -22,7 +22,7 @@ from fivefold.strategies.data.rules import buckets
 class Replicated(Masters):
     """ZeRO-0. With one data rank and parameters in float32 or float64 it adds no buffer, no hook and no collective.
 
-    Parameters in bfloat16 have a float32 master each: microbatch gradients are added to it in float32, reduced in
+    Parameters in 16 bits have a float32 master each: microbatch gradients are added to it in float32, reduced in
     float32, and the optimizer updates it and rounds it to the parameter (Micikevicius et al. 2018, sections 3.1-3.2).
     """
 

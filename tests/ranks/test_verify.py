@@ -105,3 +105,10 @@ def test_user_mistakes() -> None:
         verify(big, Layout.parse("dp2"), device="cpu")
     small = shrink(big)
     assert (small.hidden, small.blocks[0].attention.heads) == (64, 8)
+
+
+def test_a_list_may_take_microbatches_in_any_order() -> None:
+    """What is seen of a microbatch is held against the same one on one device."""
+    lines = ("0F0, 0F1, 0B1, 0B0", "1F1, 1B1, 1F0, 1B0")
+    verdict = verify(PLAIN, Layout.parse("pp2:custom"), steps=1, device="cpu", actions=lines)
+    assert verdict.passed, verdict.cause

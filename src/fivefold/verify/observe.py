@@ -277,7 +277,6 @@ class _watching:
 
     def __init__(self, engine: Engine, seen: Observation, step: int) -> None:
         self.engine, self.seen, self.step = engine, seen, step
-        self.counts: Counter[str] = Counter()
         self.hooks: list[Any] = []
 
     def __enter__(self) -> _watching:
@@ -323,8 +322,7 @@ class _watching:
 
     def _keep(self, quantity: str, name: str) -> Callable[[Any, Any, Tensor], None]:
         def hook(_module: Any, _inputs: Any, out: Tensor) -> None:
-            microbatch = self.counts[name]
-            self.counts[name] += 1
+            microbatch = self.engine.pipeline.now.microbatch  # a list may take them in any order
             shape, (rows, tokens, columns) = self._where(quantity, microbatch, out)
             step, width = f"{name} step {self.step}", columns.stop - columns.start
             for here, places in tokens:

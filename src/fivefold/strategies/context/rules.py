@@ -35,7 +35,7 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     """Raises: LayoutError for a length that cannot be cut, or a ulysses degree that the heads do not allow."""
     if layout.cp == 1:
         return
-    _check_length(layout, seq_len)
+    _check_length(layout, seq_len, spec.max_positions)
     ulysses = layout.cp_ulysses
     for heads, kv_heads in dict.fromkeys(local_heads(spec.kinds_of_blocks, layout)):
         if legal_ulysses(heads, kv_heads, ulysses):
@@ -55,16 +55,17 @@ def length_unit(layout: Layout) -> int:
     return lcm(layout.cp * (layout.tp if layout.sequence_parallel else 1), 2 * ring if ring > 1 else 1)
 
 
-def _check_length(layout: Layout, seq_len: int) -> None:
+def _check_length(layout: Layout, seq_len: int, most: int) -> None:
     unit = length_unit(layout)
     if seq_len % unit == 0:
         return
     ring, _ = degrees(layout)
     needs = f"cp*tp = {layout.cp * layout.tp}" if layout.sequence_parallel else f"cp = {layout.cp}"
     needs += f" and the 2*{ring} chunks of the zig-zag order" if ring > 1 else ""
+    below = seq_len // unit * unit
+    nearest = nearest_numbers(seq_len, (length for length in (below, below + unit) if 0 < length <= most))
     raise LayoutError(
-        f"sequence length {seq_len} is not a multiple of {unit}, which {layout} needs ({needs}); "
-        f"nearest: {nearest_numbers(seq_len, (n * unit for n in (seq_len // unit, seq_len // unit + 1) if n))}"
+        f"sequence length {seq_len} is not a multiple of {unit}, which {layout} needs ({needs}); nearest: {nearest}"
         + _without_sp(layout, seq_len)
     )
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from fivefold.core.execution import MOST_MICROBATCHES
 from fivefold.core.layout import Layout
 from fivefold.errors import ConfigError
 from fivefold.units import MIB, format_bytes
@@ -231,7 +232,8 @@ def parse_actions(text: str, *, where: str = "actions") -> list[list[Action]]:
                     )
                 actions.append(Action(match[2], int(match[1]), int(match[3])))  # type: ignore[arg-type]
             column += len(cell) + 1
-        lists.append(actions)
+        if actions:
+            lists.append(actions)
     if not lists:
         raise ConfigError(f"{where}: no actions; write a line for each pipeline rank, such as 0F0, 0B0")
     return lists
@@ -245,8 +247,11 @@ def format_actions(lists: Lists) -> tuple[str, ...]:
 
 
 def microbatches_of(lines: Sequence[str]) -> int:
-    """How many microbatches an action list has. Raises: ConfigError as `parse_actions`."""
-    return 1 + max((a.microbatch for rank in parse_actions("\n".join(lines)) for a in rank), default=0)
+    """How many microbatches an action list has. Raises: ConfigError as `parse_actions`, or for too many."""
+    last = max((a.microbatch for rank in parse_actions("\n".join(lines)) for a in rank), default=0)
+    if last >= MOST_MICROBATCHES:
+        raise ConfigError(f"the actions have a microbatch {last}; at most {MOST_MICROBATCHES} are supported")
+    return last + 1
 
 
 def read_actions(path: Path) -> tuple[str, ...]:

@@ -55,7 +55,8 @@ def stage_layers(
         counts = list(layout.placement)
         if sum(counts) != layers:
             raise LayoutError(
-                f"placement @{'+'.join(map(str, counts))} places {sum(counts)} layers but {spec.name} has {layers}"
+                f"placement @{'+'.join(map(str, counts))} places {sum(counts)} layers but {spec.name} has {layers}; "
+                f"nearest: @{'+'.join(map(str, even_counts(layers, stages)))}"
             )
     elif layout.placement == "flops":
         counts = list(_balanced_by_flops(spec, seq_len, stages))

@@ -47,10 +47,10 @@ def check(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         )
     if layout.sequence_parallel and layout.cp == 1 and seq_len % tp:  # with cp: a rule of context parallelism
         below = seq_len // tp * tp
-        nearest = " or ".join(str(length) for length in (below, below + tp) if length)
+        lengths = (length for length in (below, below + tp) if 0 < length <= spec.max_positions)
         raise LayoutError(
             f"sequence length {seq_len} is not divisible by tp = {tp}, which sequence parallelism needs; "
-            f"nearest: {nearest}, or add 'nosp'"
+            f"nearest: {nearest_numbers(seq_len, lengths)}, or add 'nosp'"
         )
 
 

@@ -61,6 +61,8 @@ def test_legal_lengths(text: str, unit: int) -> None:
             nearest += ", or add 'nosp'"
         with pytest.raises(LayoutError, match=f"{length} is not a multiple of {unit}, .*nearest: {nearest}$"):
             rules.check(spec, layout, length)
+    with pytest.raises(LayoutError, match=r"nearest: 4092$"):
+        rules.check(model(24, 24), Layout.parse("cp3"), 4096)  # 4098 is more than the model has positions
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from fivefold.strategies.pipeline.actions import (
     edge_rounds,
     format_actions,
     lower,
+    microbatches_of,
     parse_actions,
     read_actions,
 )
@@ -124,6 +125,7 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
         ("(0F0;1B0)OVERLAP_F_B", "got '\\(0F0;1B0\\)OVERLAP_F_B'"),
         ("", "no actions; write a line for each pipeline rank"),
         ("# nothing\n\n", "no actions"),
+        (" , ,\n,", "no actions"),
     ],
 )  # fmt: skip
 def test_faults_of_the_text_name_their_place(text: str, message: str) -> None:
@@ -150,3 +152,9 @@ def test_faults_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path.write_text("0F0, 0B0 ")
     with pytest.raises(ConfigError, match="larger than 8 B"):
         read_actions(path)
+
+
+def test_more_microbatches_than_a_step_has() -> None:
+    assert microbatches_of(["0F9999", "1F2"]) == 10_000
+    with pytest.raises(ConfigError, match="the actions have a microbatch 999999; at most 10000"):
+        microbatches_of(["0F999999"])

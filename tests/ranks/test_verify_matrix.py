@@ -167,3 +167,16 @@ def test_command_with_no_time_and_with_ranks_that_break(
     refused = fivefold(*MATRIX, "--budget", "ten minutes")
     assert (refused.code, refused.out) == (2, "")
     assert "such as 10m" in refused.said()
+
+
+def test_an_interrupt_says_where_it_goes_on(fivefold: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fivefold.model(num_hidden_layers=1, vocab_size=30, hidden_size=16, intermediate_size=12)
+
+    def interrupted(*_: object) -> Verdict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(matrix, "_judge", interrupted)
+    monkeypatch.setattr(matrix, "chosen_cases", lambda *_: [DP2, TP2])
+    ended = fivefold(*MATRIX, "--results", "r.jsonl")
+    assert (ended.code, ended.out) == (130, "")
+    assert "0 of 2 are judged and kept in r.jsonl; the same command goes on" in ended.err

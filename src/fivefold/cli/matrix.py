@@ -60,10 +60,16 @@ def run_matrix(
         budget_s=limit_s,
         results=results,
     )
-    with _progress(len(cases)) as bar:
-        for verdict in steps_of:
-            verdicts.append(verdict)
-            bar(verdict)
+    try:
+        with _progress(len(cases)) as bar:
+            for verdict in steps_of:
+                verdicts.append(verdict)
+                bar(verdict)
+    except KeyboardInterrupt:
+        if results is not None:
+            kept = f"{len(verdicts)} of {len(cases)} are judged"
+            click.echo(f"{kept} and kept in {results}; the same command goes on", err=True)
+        raise
     passed = bool(verdicts) and all(verdict.passed for verdict in verdicts)
     judged = {verdict.case for verdict in verdicts}
     left = [case for case in cases if case not in judged]
@@ -150,7 +156,8 @@ def _print(
     )
     if skipped:
         shapes = "1 shape is" if len(skipped) == 1 else f"{len(skipped)} shapes are"
-        console.print(f"{shapes} not legal; the first: {skipped[0][0]}: {skipped[0][1]}", markup=False)
+        text = f"{shapes} not legal; the first: {skipped[0][0]}: {skipped[0][1]}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if left:
         more = "the same command goes on" if results else "give --results FILE to be able to go on"
-        console.print(f"the budget is spent: {len(left)} layouts are left; {more}")
+        console.print(f"the budget is spent: {len(left)} layouts are left; {more}", soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fivefold.catalog.models import preset
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec
 from fivefold.errors import ConfigError, LayoutError
@@ -107,8 +108,9 @@ def test_user_mistakes() -> None:
     assert (small.hidden, small.blocks[0].attention.heads) == (64, 8)
 
 
-def test_a_list_may_take_microbatches_in_any_order() -> None:
+@pytest.mark.parametrize("name", ["tiny-uneven", "tiny-moe"])
+def test_a_list_may_take_microbatches_in_any_order(name: str) -> None:
     """What is seen of a microbatch is held against the same one on one device."""
     lines = ("0F0, 0F1, 0B1, 0B0", "1F1, 1B1, 1F0, 1B0")
-    verdict = verify(PLAIN, Layout.parse("pp2:custom"), steps=1, device="cpu", actions=lines)
+    verdict = verify(preset(name), Layout.parse("pp2:custom"), steps=1, device="cpu", actions=lines)
     assert verdict.passed, verdict.cause

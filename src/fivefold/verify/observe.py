@@ -208,8 +208,9 @@ def _routing_pieces(
     """The experts of every token; what is told of them, and what routers remember, after the step."""
     plan, pieces = engine.plan, []
     for name, microbatches in routes.experts.items():
-        shape = plan.workload.global_batch, plan.workload.seq_len, microbatches[0].shape[2]
-        for microbatch, experts_BSK in enumerate(microbatches):
+        width = next(iter(microbatches.values())).shape[2]
+        shape = plan.workload.global_batch, plan.workload.seq_len, width
+        for microbatch, experts_BSK in microbatches.items():
             at = 0
             for rows, places in where(engine, microbatch):
                 part = experts_BSK[:, at : at + places.stop - places.start]

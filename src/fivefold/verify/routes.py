@@ -24,8 +24,8 @@ from fivefold.strategies import compose
 from fivefold.strategies.expert.rules import Counts, routed_layers
 
 Ints = npt.NDArray[np.int64]
-Routed = dict[int, list[list[int]]]
-"""Layer -> for each microbatch, how many choices of this rank's tokens each expert got."""
+Routed = dict[int, dict[int, list[int]]]
+"""Layer -> microbatch -> how many choices of this rank's tokens each expert got."""
 Choices = Mapping[str, Ints]
 """`layers.3.mlp.router sgd step 1` -> the experts [G, S, K] of all tokens of that step, in ascending order."""
 
@@ -36,15 +36,15 @@ class watching_routes:
     def __init__(self, engine: Engine, run: str, replay: Choices | None = None) -> None:
         self.engine, self.run, self.replay = engine, run, replay
         self.routed: Routed = {}
-        self.experts: dict[str, list[Ints]] = {}
-        """Router -> for each microbatch the experts [B, S, K] of the tokens here, in ascending order; -1: none."""
+        self.experts: dict[str, dict[int, Ints]] = {}
+        """Router -> microbatch -> the experts [B, S, K] of the tokens here, in ascending order; -1: none."""
         self.undo: list[Any] = []
 
     def __enter__(self) -> watching_routes:
         for module in self.engine.chunks.values():
             for name, router in modules_with_role(module, "router"):
                 assert isinstance(router, Router)
-                self.experts[name] = []
+                self.experts[name] = {}
                 self.undo.append(router.register_forward_hook(self._keep(name)).remove)
                 if self.replay is not None:
                     router.choose = self._replayed(name)  # type: ignore[method-assign]
@@ -64,9 +64,10 @@ class watching_routes:
             if self.engine.mesh.phase != "forward":  # a layer is computed again
                 return
             experts_TK = routing.experts_TK
-            self.routed.setdefault(layer, []).append(count(experts_TK.flatten(), number).tolist())
+            microbatch = self.engine.pipeline.now.microbatch
+            self.routed.setdefault(layer, {})[microbatch] = count(experts_TK.flatten(), number).tolist()
             experts_BSK = experts_TK.sort(-1).values.view(*inputs[0].shape[:2], -1)
-            self.experts[name].append(experts_BSK.cpu().numpy())
+            self.experts[name][microbatch] = experts_BSK.cpu().numpy()
 
         return hook
 
@@ -100,7 +101,6 @@ def counts_of(routed: Sequence[Routed], plan: Plan) -> Counts:
     none = {layer: [0] * moe.experts for layer, moe in routed_layers(plan.model).items()}
 
     def counts(rank: int, layer: int, microbatch: int) -> Sequence[int]:
-        seen = routed[rank].get(layer, [])
-        return seen[microbatch] if microbatch < len(seen) else none[layer]
+        return routed[rank].get(layer, {}).get(microbatch, none[layer])
 
     return counts

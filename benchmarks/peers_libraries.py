@@ -91,7 +91,7 @@ def save_for_transformers(case: Case) -> tempfile.TemporaryDirectory[str]:
     """The weights that our trainer starts from, as a checkpoint of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fivefold.nn.hub import hf_name
+    from fivefold.nn.hub_names import hf_name
 
     spec = plan_of(case).model
     config = LlamaConfig(

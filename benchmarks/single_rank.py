@@ -173,7 +173,7 @@ def stock(case: Case, batches: Batches, weights: Weights) -> Step:
     """transformers' Llama in the loop that its users write, from a copy of our weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fivefold.nn.hub import hf_name
+    from fivefold.nn.hub_names import hf_name
 
     spec, optimizer = plan_of(case).model, plan_of(case).execution.optimizer
     assert optimizer.clip_norm is not None

@@ -20,7 +20,8 @@ from fivefold.core.sharding import parameters
 from fivefold.core.workload import Workload
 from fivefold.engine.build import build_chunks, initial_value
 from fivefold.errors import ModelError
-from fivefold.nn.hub import HFCheckpoint, places
+from fivefold.nn.hub import HFCheckpoint
+from fivefold.nn.hub_names import places
 from fivefold.runtime.mesh import Mesh
 from fivefold.train.export import export_hf
 from fivefold.units import MIB
@@ -69,7 +70,7 @@ def on_one_device(spec: ModelSpec) -> dict[str, torch.Tensor]:
         row.name: initial_value(row, alone, alone.coordinate(0), "float32", seed=SEED, noise=NOISE)
         for row in parameters(spec)
     }
-    return {place.tensor: values[name] for name, place in places(spec.replace(family="qwen3"))[0].items()}
+    return {place.tensor: values[name] for name, (place,) in places(spec.replace(family="qwen3")).items()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -285,7 +285,10 @@ class ModelSpec(Value):
         return model_config.read(source, name=name)
 
 
-RUNS = "those of Llama 2/3, Mistral, Mixtral, Qwen2, Qwen3 (experts too) or Phi-3 with RMS norms and rotary positions"
+RUNS = (
+    "those of Llama 2/3, Mistral, Mixtral, Qwen2/3 (experts too), Phi-3 or DeepSeek-V2/V3 with RMS norms and rotary "
+    "positions"
+)
 """What the decoder computes, in words for whoever brought another model."""
 
 
@@ -309,7 +312,8 @@ def require_plain_decoder(spec: ModelSpec) -> None:
 def beyond_plain_decoder(spec: ModelSpec) -> tuple[str, ...]:
     """What `spec` has and the decoder lacks.
 
-    It has: GQA, biases, QK-norm per head, window; RMS pre-norms, RoPE; dense MLPs and mixtures of gated experts.
+    It has: GQA, biases, QK-norm per head, window; latent attention; RMS pre-norms, RoPE; dense MLPs and mixtures of
+    gated experts.
     Empty means that it computes exactly this model. A runtime refuses a spec that lists anything.
     """
     found: dict[str, None] = dict.fromkeys(spec.features)
@@ -335,10 +339,10 @@ def _beyond_plain_block(block: BlockSpec) -> list[str]:
             (attention.output_gate, "gated attention output"),
             (attention.sinks, "attention sinks"),
         ]
+    elif isinstance(attention, MLASpec):
+        listed = [(attention.value_dim > attention.key_dim, "values wider than keys")]
     else:
-        listed = [
-            (True, {"mla": "latent attention (MLA)", "gated_delta": "linear attention"}[attention.kind])
-        ]
+        listed = [(True, "linear attention")]
     if isinstance(mlp, MoESpec):
         listed += [(mlp.bias, "biases in experts"), (not mlp.gated, "experts without a gate")]
     listed += [(block.norms != "pre", f"norms placed {block.norms!r}")]

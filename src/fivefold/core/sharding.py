@@ -16,6 +16,7 @@ from fivefold.core.layout import Axis, ExpertAxis, Layout, MeshAxis
 from fivefold.core.model_spec import (
     AttentionSpec,
     BlockSpec,
+    MLASpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
@@ -25,6 +26,7 @@ from fivefold.core.model_spec import (
 Role = Literal[
     "embedding", "head", "norm", "head_norm",
     "q", "k", "v", "attention_output", "gate", "up", "down",
+    "latent", "latent_up",
     "router", "selection_bias", "expert_gate", "expert_up", "expert_down", "shared_gate",
     "positions", "whole",
 ]  # fmt: skip
@@ -184,11 +186,19 @@ def buffers(spec: ModelSpec) -> tuple[ParameterRow, ...]:
     )
 
 
+def stored(spec: ModelSpec) -> tuple[ParameterRow, ...]:
+    """Everything that a file with the weights of a model holds: parameters, then buffers."""
+    return (*parameters(spec), *buffers(spec))
+
+
 def _layer(prefix: str, block: BlockSpec, spec: ModelSpec) -> Iterator[ParameterRow]:
     residual_std = INIT_STD / (2 * spec.layers) ** 0.5  # Radford et al. 2019, section 2.3
-    assert isinstance(block.attention, AttentionSpec)
     yield _norm(f"{prefix}.attention_norm.weight", "norm", spec.hidden)
-    yield from _attention(prefix, block.attention, spec.hidden, residual_std)
+    if isinstance(block.attention, MLASpec):
+        yield from _latent_attention(f"{prefix}.attention", block.attention, spec.hidden, residual_std)
+    else:
+        assert isinstance(block.attention, AttentionSpec)
+        yield from _attention(prefix, block.attention, spec.hidden, residual_std)
     yield _norm(f"{prefix}.mlp_norm.weight", "norm", spec.hidden)
     if isinstance(block.mlp, MoESpec):
         yield from _moe(f"{prefix}.mlp", block.mlp, spec.hidden, residual_std)
@@ -208,6 +218,21 @@ def _attention(
         yield _norm(f"{prefix}.attention.k_norm.weight", "head_norm", attention.head_dim)
     output = f"{prefix}.attention.output"
     yield from _linear(output, "attention_output", hidden, queries, attention.output_bias, residual_std)
+
+
+def _latent_attention(prefix: str, mla: MLASpec, hidden: int, residual_std: float) -> Iterator[ParameterRow]:
+    values = mla.heads * mla.value_dim
+    if mla.q_rank is not None:
+        yield from _linear(f"{prefix}.down.q", "latent", mla.q_rank, hidden, mla.bias)
+    yield from _linear(f"{prefix}.down.kv", "latent", mla.kv_rank + mla.rope_dim, hidden, mla.bias)
+    if mla.q_rank is not None:
+        yield _norm(f"{prefix}.query_norm.weight", "norm", mla.q_rank)
+    yield _norm(f"{prefix}.latent_norm.weight", "norm", mla.kv_rank)
+    yield from _linear(f"{prefix}.up.q", "latent_up", mla.heads * mla.key_dim, mla.q_rank or hidden, False)
+    keys_and_values = mla.heads * mla.nope_dim + values
+    yield from _linear(f"{prefix}.up.kv", "latent_up", keys_and_values, mla.kv_rank, False)
+    output = f"{prefix}.output"
+    yield from _linear(output, "attention_output", hidden, values, mla.bias, residual_std)
 
 
 def _mlp(prefix: str, mlp: MLPSpec, hidden: int, residual_std: float) -> Iterator[ParameterRow]:

@@ -57,7 +57,8 @@ def visible(query: Tensor, key: Tensor, window: int | None, mask: Mask | None) -
 class AttentionCore(nn.Module):
     """Softmax attention of queries over keys and values: the part that context parallelism replaces.
 
-    Shapes: q_BNSH, k_BKSH, v_BKSH -> [B, N, S, H]. What each token sees: `visible`.
+    Shapes: q_BNSH, k_BKSH, v_BKSH -> [B, N, S, H]. Values may be narrower than keys; the output is as wide as they.
+    What each token sees: `visible`.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -70,10 +71,22 @@ class AttentionCore(nn.Module):
         if q_BNSH.is_cpu:
             # The CPU kernel reads keys and values once per block of queries: gathering each head first is cheaper.
             k_BKSH, v_BKSH = k_BKSH.contiguous(), v_BKSH.contiguous()
+        values = as_wide_as(v_BKSH, q_BNSH)
         if mask is None and (self.window is None or self.window >= length):
-            return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(q_BNSH, k_BKSH, values, is_causal=True, enable_gqa=grouped)
+            return as_wide_as(out, v_BKSH)
         seen = (mask or Mask()).causal(length, self.window, q_BNSH.device)
-        return F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, attn_mask=seen, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q_BNSH, k_BKSH, values, attn_mask=seen, enable_gqa=grouped)
+        return as_wide_as(out, v_BKSH)
+
+
+def as_wide_as(x: Tensor, other: Tensor) -> Tensor:
+    """`x` padded with zeros, or cut, to the head size of `other`: fused kernels take one size only. Shapes: [.., H].
+
+    Zeros added to values add zeros to the output, which are cut off again.
+    """
+    missing = other.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""One decoder for Llama 2/3, Mistral, Qwen2, Qwen3 and their mixtures of experts. It knows nothing of ranks.
+"""One decoder for Llama 2/3, Mistral, Qwen2, Qwen3, DeepSeek and mixtures of experts. It knows nothing of ranks.
 
 A pipeline stage is the same class with some parts set to None: what remains decides what it reads and returns.
 """
@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, ModelSpec, MoESpec, require_plain_decoder
+from fivefold.core.model_spec import (
+    AttentionSpec,
+    BlockSpec,
+    MLASpec,
+    ModelSpec,
+    MoESpec,
+    require_plain_decoder,
+)
 from fivefold.nn.attention import Attention, Mask
+from fivefold.nn.latent_attention import LatentAttention
 from fivefold.nn.layers import RMSNorm, TokenLoss
 from fivefold.nn.mlp import MLP
 from fivefold.nn.moe import MoE
@@ -23,9 +31,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, block: BlockSpec) -> None:
         super().__init__()
-        assert isinstance(block.attention, AttentionSpec)
+        attention = block.attention
+        assert isinstance(attention, AttentionSpec | MLASpec)
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.attention = Attention(spec.hidden, block.attention, spec.norm_eps)
+        self.attention = (
+            Attention(spec.hidden, attention, spec.norm_eps)
+            if isinstance(attention, AttentionSpec)
+            else LatentAttention(spec, attention)
+        )
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
         self.routed = isinstance(block.mlp, MoESpec)
         self.mlp = (

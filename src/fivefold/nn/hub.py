@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints of Llama, Mistral, Qwen2, Qwen3 and Phi-3, read by region.
+"""Hugging Face checkpoints of every family that runs, read by region.
 
-names       which tensor, and which of its rows, hold each parameter of our decoder
+names       `hub_names.py`: which tensor, and which of its rows, hold each parameter of our decoder
 checkpoint  a folder of config.json and safetensors, checked as a whole before a value is read
 hub names   `owner/model` is downloaded where that is possible; a folder is a folder
 """
@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fivefold.core.families.write import WRITABLE, difference
+from fivefold.core.families.write import difference
 from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.model_config import load_json
 from fivefold.core.model_spec import ModelSpec
-from fivefold.core.sharding import ParameterRow, parameters
+from fivefold.core.sharding import ParameterRow, stored
 from fivefold.errors import ModelError
 from fivefold.nn.hub_files import COMPANIONS
+from fivefold.nn.hub_names import Place, experts_among, places, tensors
 from fivefold.nn.safetensors_io import (
     FLOATS,
     Entry,
@@ -40,77 +40,9 @@ ValueSource = Callable[[ParameterRow, Layout, Mapping[MeshAxis, int], str], Tens
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_INDEX_BYTES = 64 * MIB
 
-_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-
-_IN_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv.q": "self_attn.q_proj",
-    "attention.qkv.k": "self_attn.k_proj",
-    "attention.qkv.v": "self_attn.v_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.inputs.gate": "mlp.gate_proj",
-    "mlp.inputs.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-
-_FUSED = {
-    "phi3": {
-        "attention.qkv.q": "self_attn.qkv_proj",
-        "attention.qkv.k": "self_attn.qkv_proj",
-        "attention.qkv.v": "self_attn.qkv_proj",
-        "mlp.inputs.gate": "mlp.gate_up_proj",
-        "mlp.inputs.up": "mlp.gate_up_proj",
-    }
-}
-"""Family -> projections that it stores as rows of one tensor, in the order of our parameters."""
-
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
 """What old files hold beside parameters: angles that follow from the config."""
-
-
-def hf_name(name: str, family: str = "llama") -> str:
-    """The Hugging Face name of our parameter: `layers.3.attention.qkv.q.weight` ->
-    `model.layers.3.self_attn.q_proj.weight`. Nothing is transposed or permuted.
-
-    Raises: KeyError for a name that the decoder does not have.
-    """
-    module, _, leaf = name.rpartition(".")
-    if not module.startswith("layers."):
-        return f"{_OUTSIDE[module]}.{leaf}"
-    _, layer, part = module.split(".", 2)
-    return f"model.layers.{layer}.{_FUSED.get(family, {}).get(part) or _IN_LAYER[part]}.{leaf}"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A parameter is `rows` rows of a tensor of a checkpoint, from `first` on."""
-
-    tensor: str
-    first: int
-    rows: int
-
-
-def places(spec: ModelSpec) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
-    """Where a checkpoint of this family holds each parameter; and all its tensors with their shapes.
-
-    Raises: ModelError for a family whose names are not known, or a model that the decoder does not compute.
-    """
-    rows = parameters(spec)
-    if spec.family not in WRITABLE:
-        raise ModelError(
-            f"{spec.name}: weights of family {spec.family!r} cannot be read or written; can: {', '.join(WRITABLE)}"
-        )
-    found: dict[str, Place] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for row in rows:
-        tensor = hf_name(row.name, spec.family)
-        first = shapes[tensor][0] if tensor in shapes else 0
-        found[row.name] = Place(tensor, first, row.shape[0])
-        shapes[tensor] = (first + row.shape[0], *row.shape[1:])
-    return found, shapes
+_LAYER = re.compile(r"model\.layers\.(\d{1,5})\.")
 
 
 class HFCheckpoint:
@@ -124,8 +56,8 @@ class HFCheckpoint:
         """Use `open`."""
         self.folder, self.spec, self.config = folder, spec, config
         self.bytes_read = 0
-        self._places, self._shapes = places(spec)
-        self._shape_of = {row.name: row.shape for row in parameters(spec)}
+        self._places, self._shapes = places(spec), tensors(spec)
+        self._shape_of = {row.name: row.shape for row in stored(spec)}
         self._entries = self._find()
         self._check()
 
@@ -161,15 +93,23 @@ class HFCheckpoint:
                 f"{self.folder} has {name} {list(self._shape_of.get(name, ()))}, the model to be filled "
                 f"{list(row.shape)}: it is another model"
             )
-        place = self._places[name]
-        cut = row.region(layout, coordinate)
-        region = (slice(cut[0].start + place.first, cut[0].stop + place.first), *cut[1:])
+        region = row.region(layout, coordinate)
         part = torch.zeros(row.local_shape(layout), dtype=getattr(torch, dtype))
-        self.bytes_read += read_region(self._entries[place.tensor], region, part)
+        if len(row.shape) < 3:
+            self._read(self._places[name][0], region, part)
+            return part
+        for into, place in zip(
+            part, self._places[name][region[0]]
+        ):  # stacked matrices, each a tensor of its own
+            self._read(place, region[1:], into)
+        return part
+
+    def _read(self, place: Place, region: Sequence[slice], part: Tensor) -> None:
+        rows = slice(region[0].start + place.first, region[0].stop + place.first)
+        self.bytes_read += read_region(self._entries[place.tensor], (rows, *region[1:]), part)
         twin = self._twin(place.tensor)
         if twin is not None:
-            self._check_twin(twin, place.tensor, region, part)
-        return part
+            self._check_twin(twin, place.tensor, (rows, *region[1:]), part)
 
     def check_model(self, spec: ModelSpec) -> None:
         """Shapes alone do not tell: fewer layers, a tied head, other angles, windows or heads would all be filled.
@@ -185,7 +125,7 @@ class HFCheckpoint:
 
     def dtype_of(self, name: str) -> str:
         """The dtype in which a parameter is stored: `bfloat16`."""
-        return str(FLOATS[self._entries[self._places[name].tensor].dtype]).removeprefix("torch.")
+        return str(FLOATS[self._entries[self._places[name][0].tensor].dtype]).removeprefix("torch.")
 
     def _find(self) -> dict[str, Entry]:
         """All tensors of all files, from their headers; the index must agree with them."""
@@ -244,14 +184,14 @@ class HFCheckpoint:
             if missing == ["lm_head.weight"]:
                 hint = " (config.json says tie_word_embeddings: false)"
             raise ModelError(
-                f"{self.folder} lacks {_listed(missing)} of the {self.spec.family} in config.json{hint}"
+                f"{self.folder} lacks {_named(missing)} of the {self.spec.family} in config.json{hint}"
             )
         extra = [
             name for name in self._entries if name not in self._shapes and not self._is_known_extra(name)
         ]
         if extra:
             raise ModelError(
-                f"{self.folder} has {_listed(sorted(extra))}, which the {self.spec.family} in config.json does not have"
+                f"{self.folder} has {_named(sorted(extra))}, which the {self.spec.family} in config.json does not have"
             )
         twin = {"lm_head.weight": self._shapes["model.embed_tokens.weight"]} if self._tied_twice() else {}
         for name, shape in {**self._shapes, **twin}.items():
@@ -266,6 +206,11 @@ class HFCheckpoint:
                 )
 
     def _is_known_extra(self, name: str) -> bool:
+        """Angles, a head that is the embedding, and layers that predict further tokens: they come after the last."""
+        beyond = _LAYER.match(name)
+        predicts = self.config.get("num_nextn_predict_layers") or 0
+        if beyond and isinstance(predicts, int) and 0 <= int(beyond[1]) - self.spec.layers < predicts:
+            return True
         return bool(_BUFFERS.search(name)) or (name == "lm_head.weight" and self.spec.tied_embeddings)
 
     def _tied_twice(self) -> bool:
@@ -296,6 +241,11 @@ def _nothing_to_read(folder: Path) -> str:
             f"load and save it with transformers, which writes safetensors"
         )
     return f"{folder} has neither {SINGLE} nor {INDEX}"
+
+
+def _named(names: Sequence[str]) -> str:
+    """Whole experts by their numbers, anything else by its tensors."""
+    return experts_among(names) or _listed(names)
 
 
 def _listed(names: Sequence[str]) -> str:

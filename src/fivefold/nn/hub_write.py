@@ -20,10 +20,11 @@ from torch import Tensor
 from fivefold.core.families.write import difference, to_config
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
-from fivefold.core.sharding import parameters
+from fivefold.core.sharding import stored
 from fivefold.errors import ModelError
-from fivefold.nn.hub import INDEX, SINGLE, HFCheckpoint, places
+from fivefold.nn.hub import INDEX, SINGLE, HFCheckpoint
 from fivefold.nn.hub_files import read_companions
+from fivefold.nn.hub_names import Place, places, tensors
 from fivefold.nn.safetensors_io import CODES, TensorFile
 from fivefold.units import GIB, format_bytes
 
@@ -74,12 +75,14 @@ class HFWriter:
         self.folder = Path(folder).absolute()
         self.temporary = self.folder.with_name(f".{self.folder.name}.partial")
         self._companions = companions or {}
-        names = [row.name for row in parameters(spec)]
+        names = [row.name for row in stored(spec)]
         self._groups = groups or [names]
         dtypes = dict.fromkeys(names, dtype) if isinstance(dtype, str) else dtype
         self._config = _config(spec, config, dtypes)
         family = ModelSpec.from_config(self._config, name=spec.name).family
-        self._places, shapes = places(spec.replace(family=family))
+        spec = spec.replace(family=family)
+        self._places, shapes = places(spec), tensors(spec)
+        self._shape_of = {row.name: row.shape for row in stored(spec)}
         self._files = self._plan(shapes, dtypes, max_shard_bytes)
         self._file_of = {name: file for file in self._files for name in file.tensors}
         self._open: dict[str, TensorFile] = {}
@@ -120,11 +123,15 @@ class HFWriter:
 
     def put(self, name: str, values: Tensor) -> None:
         """Write one whole parameter, without padding. Its file is finished with its last parameter."""
-        place = self._places[name]
-        file = self._file_of[place.tensor]
-        shape = (place.rows, *file.tensors[place.tensor][1][1:])
+        shape, of_it = self._shape_of[name], self._places[name]
         if tuple(values.shape) != shape:
             raise ModelError(f"{name} is {list(values.shape)}, the model's is {list(shape)}")
+        for place, matrix in zip(of_it, values if len(shape) == 3 else [values], strict=True):
+            self._put(place, matrix)
+        self._done.add(name)
+
+    def _put(self, place: Place, values: Tensor) -> None:
+        file = self._file_of[place.tensor]
         try:
             if file.name not in self._open:
                 self.temporary.mkdir(
@@ -137,7 +144,6 @@ class HFWriter:
                 self._open.pop(file.name).close()
         except OSError as error:
             raise self._cannot(error) from None
-        self._done.add(name)
 
     def check_done(self, group: int = 0) -> None:
         """Whether all parameters of a group were put here. Raises: ModelError naming the first that was not."""
@@ -188,17 +194,17 @@ class HFWriter:
         for group, names in enumerate(self._groups):
             room = 0
             for name in names:
-                tensor = self._places[name].tensor
-                if tensor in placed:
-                    continue  # the next part of a fused one
-                placed.add(tensor)
-                entry = (_float(dtypes[name]), shapes[tensor])
-                size = entry[0].itemsize * torch.Size(entry[1]).numel()
-                if not contents or contents[-1][0] != group or size > room:
-                    contents.append((group, {}))
-                    room = most
-                contents[-1][1][tensor] = entry
-                room -= size
+                for tensor in (place.tensor for place in self._places[name]):
+                    if tensor in placed:
+                        continue  # the next part of a fused one
+                    placed.add(tensor)
+                    entry = (_float(dtypes[name]), shapes[tensor])
+                    size = entry[0].itemsize * torch.Size(entry[1]).numel()
+                    if not contents or contents[-1][0] != group or size > room:
+                        contents.append((group, {}))
+                        room = most
+                    contents[-1][1][tensor] = entry
+                    room -= size
         n = len(contents)
         names_of = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
         return [_File(name, group, tensors) for name, (group, tensors) in zip(names_of, contents)]
@@ -260,7 +266,7 @@ def convert(
     """
     checkpoint = HFCheckpoint.open(source)
     alone = Layout()
-    rows = parameters(checkpoint.spec)
+    rows = stored(checkpoint.spec)
     dtypes = {row.name: dtype or checkpoint.dtype_of(row.name) for row in rows}
     values = ((row.name, checkpoint.read(row, alone, alone.coordinate(0), dtypes[row.name])) for row in rows)
     return write_hf(

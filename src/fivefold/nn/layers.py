@@ -30,6 +30,25 @@ class Projections(nn.Module):
         return tuple([F.linear(x_BSD, linear.weight, linear.bias) for linear in linears])  # type: ignore[arg-type]
 
 
+class LatentProjections(nn.Module):
+    """Queries from one input, keys and values from a latent, and a key that is handed through: one step of MLA.
+
+    They are one module, so that a strategy can prepare the three inputs at once; the linears hold the parameters and
+    are not called themselves. Without biases.
+    Shapes: query_BSQ, latent_BSR, key_BSO -> q [B, S, ..], kv [B, S, ..], key_BSO. Sizes: (inputs, outputs) of each.
+    """
+
+    def __init__(self, q: tuple[int, int], kv: tuple[int, int]) -> None:
+        super().__init__()
+        self.q = nn.Linear(*q, bias=False)
+        self.kv = nn.Linear(*kv, bias=False)
+
+    def forward(
+        self, query_BSQ: Tensor, latent_BSR: Tensor, key_BSO: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return F.linear(query_BSQ, self.q.weight), F.linear(latent_BSR, self.kv.weight), key_BSO
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (Zhang and Sennrich 2019, eq. 4), computed in at least float32."""
 

@@ -5,7 +5,8 @@ column          linears with a common input (q/k/v)      row             the lin
 norm            acts on every token alone                head_norm       acts on every head alone
 attention_core  softmax attention                        loss            logits and labels to a sum
 layer           one decoder layer                        router          chooses experts for tokens
-experts         the routed experts of a layer
+experts         the routed experts of a layer            latent          linears whose outputs all heads share
+latent_column   from latents to heads (MLA)
 
 In a module that is not ours, linears with a common input are not gathered in one module. There, the module that splits
 its work over tensor-parallel ranks is named, and each linear in it:
@@ -27,9 +28,12 @@ from fivefold.errors import ModelError, nearest
 DECODER_ROLES: Mapping[str, str] = {
     "embedding": "embedding",
     "layers.*.attention.qkv": "column",
+    "layers.*.attention.down": "latent",
+    "layers.*.attention.up": "latent_column",
     "layers.*.attention.core": "attention_core",
     "layers.*.attention.output": "row",
     "layers.*.attention.[qk]_norm": "head_norm",
+    "layers.*.attention.*_norm": "norm",
     "layers.*.mlp.inputs": "column",
     "layers.*.mlp.down": "row",
     "layers.*.mlp.router": "router",

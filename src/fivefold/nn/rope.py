@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.model_spec import AttentionSpec, Llama3Scaling, ModelSpec, YarnScaling
+from fivefold.core.model_spec import Attention, AttentionSpec, Llama3Scaling, MLASpec, ModelSpec, YarnScaling
 from fivefold.errors import ModelError, nearest_numbers
 
 
@@ -42,8 +42,7 @@ class Rope(nn.Module):
 
 
 def _head_dim(spec: ModelSpec) -> int:
-    attentions = [block.attention for block in dict.fromkeys(spec.blocks)]
-    sizes = sorted({one.head_dim for one in attentions if isinstance(one, AttentionSpec)})
+    sizes = sorted({_rotated(block.attention) for block in dict.fromkeys(spec.blocks)})
     if len(sizes) > 1:
         raise ModelError(
             f"{spec.name}: heads of sizes {sizes} in different layers; one table of angles needs one size"
@@ -54,6 +53,12 @@ def _head_dim(spec: ModelSpec) -> int:
             f"nearest: {nearest_numbers(sizes[0], range(2, sizes[0] + 2, 2))}"
         )
     return sizes[0]
+
+
+def _rotated(attention: Attention) -> int:
+    """How many dims of a head rotate, in a model that the decoder computes."""
+    assert isinstance(attention, AttentionSpec | MLASpec)
+    return attention.head_dim if isinstance(attention, AttentionSpec) else attention.rope_dim
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | YarnScaling | None) -> Tensor:

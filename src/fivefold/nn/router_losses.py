@@ -92,7 +92,7 @@ def sequence_balance_loss(routing: Routing, counts_BE: Tensor, tokens_B: Tensor)
     B, E = counts_BE.shape
     scores_BE = _valid_sum(routing.scores_TE, routing.valid_T, B)
     tokens_B1 = tokens_B[:, None].clamp(min=1).to(scores_BE.dtype)
-    factors_BE = counts_BE * (E / routing.experts_TK.shape[1]) / tokens_B1.square()
+    factors_BE = counts_BE.to(scores_BE.dtype) * (E / routing.experts_TK.shape[1]) / tokens_B1.square()
     return (factors_BE * scores_BE).sum()
 
 

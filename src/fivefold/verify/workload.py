@@ -10,7 +10,15 @@ from fivefold.core.cluster import Cluster
 from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, MLPSpec, ModelSpec, MoESpec
+from fivefold.core.model_spec import (
+    AttentionSpec,
+    BlockSpec,
+    GatedDeltaSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+)
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.router import RouterConfig
@@ -142,6 +150,16 @@ def shrink(spec: ModelSpec) -> ModelSpec:
                 rope_dim=attention.rope_dim and min(attention.rope_dim, HEAD_DIM),
                 window=attention.window and min(attention.window, WINDOW),
             )
+        if isinstance(attention, MLASpec):
+            ranks = {
+                "q_rank": attention.q_rank and min(attention.q_rank, FFN),
+                "kv_rank": min(attention.kv_rank, FFN),
+            }
+            parts = {
+                name: min(getattr(attention, name), HEAD_DIM)
+                for name in ("nope_dim", "rope_dim", "value_dim")
+            }
+            attention = attention.replace(**ranks, **parts)
         blocks.append(block.replace(attention=attention, mlp=mlp))
     vocab = min(spec.vocab, 512 + spec.vocab % 512)
     return spec.replace(name=f"{spec.name} (shrunk)", hidden=HIDDEN, vocab=vocab, blocks=tuple(blocks))

@@ -20,7 +20,7 @@ from fivefold.core.model_spec import ModelSpec
 from fivefold.core.sharding import parameters
 from fivefold.nn.attention import Mask
 from fivefold.nn.decoder import Decoder
-from fivefold.nn.hub import hf_name
+from fivefold.nn.hub_names import hf_name
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from fivefold.core.model_spec import (
     MoESpec,
     beyond_plain_decoder,
 )
-from fivefold.core.sharding import parameters
+from fivefold.core.sharding import buffers, parameters
 from fivefold.errors import ModelError
 from fivefold.nn.decoder import Decoder
 
@@ -52,7 +52,8 @@ def test_table_lists_the_parameters_of_the_module(name: str) -> None:
     assert got == [(row.name, row.shape) for row in parameters(spec)]
     everything = dict(model.named_parameters(remove_duplicate=False))
     assert (everything["head.weight"] is everything["embedding.weight"]) == spec.tied_embeddings
-    assert not list(model.buffers())
+    held = [(name, tuple(b.shape)) for name, b in model.named_buffers()]
+    assert held == [(row.name, row.shape) for row in buffers(spec)]
     norms = [row.name for row in parameters(spec) if row.init_mean == 1.0]
     assert norms == [name for name, _ in got if "norm" in name]
     assert [row.name for row in parameters(spec) if row.is_bias] == [n for n, _ in got if n.endswith("bias")]
@@ -85,12 +86,12 @@ def test_presets_that_cannot_be_trained_are_refused(name: str) -> None:
             {
                 "blocks": (
                     BlockSpec(
-                        attention=MLASpec(heads=2, kv_rank=4, nope_dim=4, rope_dim=2, value_dim=4),
+                        attention=MLASpec(heads=2, kv_rank=4, nope_dim=4, rope_dim=2, value_dim=7),
                         mlp=MLPSpec(ffn=9),
                     ),
                 )
             },
-            "latent attention",
+            "values wider than keys",
         ),
     ],
 )  # fmt: skip

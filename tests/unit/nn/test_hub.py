@@ -18,7 +18,8 @@ from fivefold.core.sharding import parameters
 from fivefold.errors import ModelError
 from fivefold.nn import hub
 from fivefold.nn.decoder import Decoder
-from fivefold.nn.hub import HFCheckpoint, hf_name, local_folder, places
+from fivefold.nn.hub import HFCheckpoint, local_folder
+from fivefold.nn.hub_names import hf_name, places
 from fivefold.runtime.memory import LiveBytes
 
 pytest.importorskip("transformers")
@@ -290,7 +291,7 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_that_the_decoder_does_not_have() -> None:
     with pytest.raises(KeyError):
         hf_name("layers.0.attention.qkv.x.weight")
-    assert hub.hf_name("layers.3.mlp.inputs.up.weight", "phi3") == "model.layers.3.mlp.gate_up_proj.weight"
+    assert hf_name("layers.3.mlp.inputs.up.weight", "phi3") == "model.layers.3.mlp.gate_up_proj.weight"
 
 
 def index_of(folder: Path) -> dict[str, Any]:

@@ -9,10 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.core.families.table import FAMILIES
-from fivefold.core.model_spec import Llama3Scaling, ModelSpec, YarnScaling, plain_parts, require_plain_decoder
+from fivefold.core.families.write_moe import deepseek_fields, mixtral_fields, mla_fields, qwen_moe_fields
+from fivefold.core.model_spec import (
+    AttentionSpec,
+    Llama3Scaling,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    YarnScaling,
+    require_plain_decoder,
+)
 from fivefold.errors import ModelError
 
-WRITABLE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")
+WRITABLE = (*DENSE, *ROUTED, *LATENT)
 """Families whose config and weights can be written, in the order in which they are tried."""
 
 
@@ -22,13 +35,10 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     Raises: ModelError naming what the model has and its family lacks.
     """
     require_plain_decoder(spec)
-    if any(block.mlp.kind == "moe" for block in spec.blocks):
-        raise ModelError(
-            f"{spec.name} cannot be written as a Hugging Face model yet: it has a mixture of experts"
-        )
-    first = spec.family if spec.family in WRITABLE else WRITABLE[0]
+    known = _candidates(spec)
+    first = spec.family if spec.family in known else known[0]
     reasons = []
-    for family in (first, *(name for name in WRITABLE if name != first)):
+    for family in (first, *(name for name in known if name != first)):
         config = _config_of(spec, family)
         try:
             fault = difference(spec, ModelSpec.from_config(config, name=family))
@@ -40,6 +50,13 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     raise ModelError(
         f"{spec.name} cannot be written as a Hugging Face model of any family ({'; '.join(reasons)})"
     )
+
+
+def _candidates(spec: ModelSpec) -> tuple[str, ...]:
+    """The families that have this kind of layers."""
+    if any(isinstance(block.attention, MLASpec) for block in spec.blocks):
+        return LATENT
+    return ROUTED if any(isinstance(block.mlp, MoESpec) for block in spec.blocks) else DENSE
 
 
 def difference(spec: ModelSpec, other: ModelSpec) -> str | None:
@@ -66,7 +83,8 @@ def difference(spec: ModelSpec, other: ModelSpec) -> str | None:
 
 def _config_of(spec: ModelSpec, family: str) -> dict[str, Any]:
     """The fields that transformers reads; those of the first layer where a family has one for all layers."""
-    attention, mlp = plain_parts(spec.blocks[0])
+    attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
+    assert isinstance(attention, AttentionSpec | MLASpec)
     config: dict[str, Any] = {
         "architectures": [FAMILIES[family][1]],
         "model_type": family,
@@ -74,8 +92,6 @@ def _config_of(spec: ModelSpec, family: str) -> dict[str, Any]:
         "intermediate_size": mlp.ffn,
         "num_hidden_layers": spec.layers,
         "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
         "vocab_size": spec.vocab,
         "max_position_embeddings": spec.max_positions,
         "hidden_act": mlp.activation,
@@ -89,21 +105,31 @@ def _config_of(spec: ModelSpec, family: str) -> dict[str, Any]:
     }
     if spec.rope_scaling is not None:
         config["rope_scaling"] = _scaling(spec.rope_scaling)
-    if family in ("llama", "qwen3"):
+    if isinstance(attention, MLASpec):
+        return {**config, **mla_fields(attention, family), **deepseek_fields(spec, family)}
+    assert isinstance(attention, AttentionSpec)
+    config |= {"num_key_value_heads": attention.kv_heads, "head_dim": attention.head_dim}
+    if family in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = attention.qkv_bias
+    if family == "qwen2_moe":
+        config["qkv_bias"] = attention.qkv_bias
     if family == "llama":
-        config["mlp_bias"] = mlp.bias
-    if family in ("mistral", "phi3"):
+        config["mlp_bias"] = isinstance(mlp, MLPSpec) and mlp.bias
+    if family in ("mistral", "phi3", "mixtral"):
         config["sliding_window"] = attention.window
-    if family in ("qwen2", "qwen3"):
-        config.update(_qwen_windows(spec))
+    if family.startswith("qwen"):
+        config |= _qwen_windows(spec)
     if family == "phi3":
         config["original_max_position_embeddings"] = spec.max_positions
+    if family == "mixtral":
+        config |= mixtral_fields(spec)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        config |= qwen_moe_fields(spec)
     return config
 
 
 def _qwen_windows(spec: ModelSpec) -> Mapping[str, Any]:
-    windows = [plain_parts(block)[0].window for block in spec.blocks]
+    windows = [block.attention.window for block in spec.blocks if isinstance(block.attention, AttentionSpec)]
     size = next((window for window in windows if window is not None), None)
     if size is None:
         return {"use_sliding_window": False}

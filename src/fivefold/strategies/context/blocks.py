@@ -11,7 +11,9 @@ the final o and l: p = exp(scores - l) are the final probabilities (Dao et al. 2
 Which kernel: full and causal parts take the flash kernel where it takes such tensors; what a mask or window cuts
 through, and all else, is computed here with explicit scores, tile by tile. Both merge in at least float32.
 
-Shape letters: B batch, N query heads, K KV heads, Q and J queries and keys of a part, H head size.
+Values, and with them the output, may be narrower than keys (latent attention); a kernel gets them padded.
+
+Shape letters: B batch, N query heads, K KV heads, Q and J queries and keys of a part, H head size, V that of values.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fivefold.compat import flash_attention, flash_attention_backward, has_flash
-from fivefold.nn.attention import Mask, visible
+from fivefold.nn.attention import Mask, as_wide_as, visible
 from fivefold.strategies.context.order import Part, Spans
 
 
@@ -64,20 +66,36 @@ def places(spans: Spans, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
 
+KV = tuple[Tensor, Tensor]
+"""Keys [B, K, J, H] and values [B, K, J, V], or their gradients."""
+
+
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one message, flat: nothing is padded where their head sizes differ."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def unpack(message: Tensor, shapes: tuple[torch.Size, torch.Size]) -> KV:
+    """Views of a message as keys and values of these shapes."""
+    keys, values = message.split([shape.numel() for shape in shapes])
+    return keys.view(shapes[0]), values.view(shapes[1])
+
+
 class Merged:
     """Output and log-sum-exp of queries over the keys that were added so far.
 
-    Shapes: out [B, N, S, H], lse [B, N, S], both in at least float32.
+    Shapes: out [B, N, S, V], lse [B, N, S], both in at least float32.
     """
 
-    def __init__(self, q_BNSH: Tensor) -> None:
+    def __init__(self, q_BNSH: Tensor, values: int) -> None:
+        """`values`: the head size V."""
         dtype = wide(q_BNSH.dtype)
         self.q = q_BNSH
-        self.out = q_BNSH.new_zeros(q_BNSH.shape, dtype=dtype)
+        self.out = q_BNSH.new_zeros((*q_BNSH.shape[:3], values), dtype=dtype)
         self.lse = q_BNSH.new_full(q_BNSH.shape[:3], -torch.inf, dtype=dtype)
 
     def add(self, k: Tensor, v: Tensor, parts: Sequence[Part], view: View) -> None:
-        """Let the queries see these keys as well. Shapes: k and v [B, K, J, H]."""
+        """Let the queries see these keys as well. Shapes: k [B, K, J, H], v [B, K, J, V]."""
         for part in parts:
             rows = part.queries
             out, lse = _forward(self.q[:, :, rows], k[:, :, part.keys], v[:, :, part.keys], part, view)
@@ -102,8 +120,9 @@ class Gradients:
     dq: Tensor
     """In at least float32; completed by and by."""
 
-    def add(self, k: Tensor, v: Tensor, dkv: Tensor, parts: Sequence[Part], view: View) -> None:
-        """Add the gradients that these keys are part of to `dq` and to `dkv` [2, B, K, J, H]."""
+    def add(self, k: Tensor, v: Tensor, dkv: KV, parts: Sequence[Part], view: View) -> None:
+        """Add the gradients that these keys are part of to `dq` and to `dkv`."""
+        sum_k, sum_v = dkv
         for part in parts:
             rows, columns = part.queries, part.keys
             dq, dk, dv = _backward(
@@ -111,13 +130,14 @@ class Gradients:
                 self.out[:, :, rows], self.lse[:, :, rows], part, view,
             )  # fmt: skip
             self.dq[:, :, rows] += dq
-            dkv[0, :, :, columns] += dk
-            dkv[1, :, :, columns] += dv
+            sum_k[:, :, columns] += dk
+            sum_v[:, :, columns] += dv
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, part: Part, view: View) -> tuple[Tensor, Tensor]:
     if part.kind != "masked" and has_flash(q):
-        return flash_attention(q, k, v, causal=part.kind == "causal")
+        out, lse = flash_attention(q, k, as_wide_as(v, q), causal=part.kind == "causal")
+        return as_wide_as(out, v), lse
     scores = _scores(q, k, view.of(part))
     lse = scores.logsumexp(-1)
     probabilities = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
@@ -130,9 +150,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if part.kind != "masked" and has_flash(q):
         # The kernel's own dtypes and layouts: those of its forward.
-        return flash_attention_backward(
-            grad, q, k, v, out.contiguous(), lse.contiguous(), causal=part.kind == "causal"
+        padded = [as_wide_as(x, q).contiguous() for x in (grad, v, out)]
+        dq, dk, dv = flash_attention_backward(
+            padded[0], q, k, padded[1], padded[2], lse.contiguous(), causal=part.kind == "causal"
         )
+        return dq, dk, as_wide_as(dv, v)
     heads, scale = k.shape[1], q.shape[-1] ** -0.5
     p = _scores(q, k, view.of(part)).sub_(lse[..., None]).exp_()
     q, k, v, grad, out = (x.to(p.dtype) for x in (q, k, v, grad, out))

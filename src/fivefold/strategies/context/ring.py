@@ -4,11 +4,12 @@
     backward  the same steps; what is found of dK, dV is added to what comes with them and travels one step behind,
               in at least float32, so that after the last step it is where it belongs
 
-K and V are one message. Per layer, a rank sends and receives R-1 times 2*b*S/R*K*H*x bytes forward, and backward as
-many and R-1 times 2*b*S/R*K*H*w (x: bytes of an element, w: of an accumulated one). Saved: q, k, v, the output and
+K and V are one message. Per layer, a rank sends and receives R-1 times b*S/R*K*(H+V)*x bytes forward, and backward as
+many and R-1 times b*S/R*K*(H+V)*w (x: bytes of an element, w: of an accumulated one). Saved: q, k, v, the output and
 its log-sum-exp, all of this rank's tokens only.
 
-Shape letters: B batch, N query heads, K KV heads, S tokens of this ring position, H head size, R ring positions.
+Shape letters: B batch, N query heads, K KV heads, S tokens of this ring position, H head size, V that of values (mostly
+the same), R ring positions.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 
 from fivefold.nn.attention import Mask
 from fivefold.runtime.mesh import Axis, Handle
-from fivefold.strategies.context.blocks import Gradients, Merged, View, wide
+from fivefold.strategies.context.blocks import Gradients, Merged, View, pack, unpack, wide
 from fivefold.strategies.context.order import Part, parts, ring_spans
 
 
 class RingCore(nn.Module):
     """Causal attention of this ring position's queries over the keys of all.
 
-    Shapes: q_BNSH, k_BKSH, v_BKSH -> [B, N, S, H], S of the R*S tokens in zig-zag order.
+    Shapes: q_BNSH, k_BKSH, v_BKSV -> [B, N, S, V], S of the R*S tokens in zig-zag order.
     """
 
     def __init__(self, window: int | None, axis: Axis) -> None:
@@ -59,37 +60,39 @@ class Steps:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: Steps) -> Tensor:
-        own = kv = torch.stack((k, v))
-        merged = Merged(q)
+        own, shapes = pack(k, v), (k.shape, v.shape)
+        message = own
+        merged = Merged(q, v.shape[-1])
         for step in range(steps.degree):
-            travelling = steps.axis.pass_on_start(kv) if step < steps.degree - 1 else None
-            merged.add(kv[0], kv[1], *steps.at(step))
+            travelling = steps.axis.pass_on_start(message) if step < steps.degree - 1 else None
+            merged.add(*unpack(message, shapes), *steps.at(step))
             if travelling is not None:
-                kv = travelling.wait()
+                message = travelling.wait()
         out = merged.out.to(q.dtype)
-        ctx.steps = steps
+        ctx.steps, ctx.shapes = steps, shapes
         ctx.save_for_backward(q, own, out, merged.lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, message, out, lse = ctx.saved_tensors
         steps: Steps = ctx.steps
+        shapes = ctx.shapes
         axis, dtype = steps.axis, wide(q.dtype)
         gradients = Gradients(q, out, lse, grad, torch.zeros_like(q, dtype=dtype))
-        own = torch.zeros_like(kv, dtype=dtype)
+        own = torch.zeros_like(message, dtype=dtype)
         behind: Handle | None = None
         for step in range(steps.degree):
-            travelling = axis.pass_on_start(kv) if step < steps.degree - 1 else None
+            travelling = axis.pass_on_start(message) if step < steps.degree - 1 else None
             dkv = own if step == 0 else torch.zeros_like(own)
-            gradients.add(kv[0], kv[1], dkv, *steps.at(step))
+            gradients.add(*unpack(message, shapes), unpack(dkv, shapes), *steps.at(step))
             if behind is not None:
                 dkv += behind.wait()
             if step > 0:
                 behind = axis.pass_on_start(dkv)
             if travelling is not None:
-                kv = travelling.wait()
+                message = travelling.wait()
         if behind is not None:
             own += behind.wait()
-        dk, dv = own.to(kv.dtype)
+        dk, dv = unpack(own.to(message.dtype), shapes)
         return gradients.dq.to(q.dtype), dk, dv, None

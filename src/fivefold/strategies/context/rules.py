@@ -12,8 +12,8 @@ beyond a token, so only the attention core is replaced:
 Gradients are summed over `data` = dp x cp and the loss is divided by the global count of valid tokens, which is data
 parallelism's rule and knows no difference between the two.
 
-Letters: b micro-batch, S sequence, H head size, N and K query and KV heads of a tp rank, R ring positions, U ulysses
-ranks; x bytes of one element, w of one accumulated element (at least 4).
+Letters: b micro-batch, S sequence, H head size, V that of values (the same but in latent attention), N and K query and
+KV heads of a tp rank, R ring positions, U ulysses ranks; x bytes of one element, w of one accumulated one (at least 4).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from math import lcm
 from fivefold.core.events import Event, Events, forward_again
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, ModelSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLASpec, ModelSpec
 from fivefold.core.recompute import Regions
 from fivefold.errors import LayoutError, nearest_numbers
 from fivefold.strategies.context.order import degrees
@@ -85,9 +85,19 @@ def local_heads(blocks: Iterable[BlockSpec], layout: Layout) -> list[tuple[int, 
     heads = []
     for block in blocks:
         attention = block.attention
-        assert isinstance(attention, AttentionSpec)
-        heads.append((attention.heads // layout.tp, max(1, attention.kv_heads // layout.tp)))
+        assert isinstance(attention, AttentionSpec | MLASpec)
+        kv_heads = attention.kv_heads if isinstance(attention, AttentionSpec) else attention.heads
+        heads.append((attention.heads // layout.tp, max(1, kv_heads // layout.tp)))
     return heads
+
+
+def _head_sizes(block: BlockSpec) -> tuple[int, int]:
+    """Sizes of a key (or query) and of a value head."""
+    attention = block.attention
+    if isinstance(attention, MLASpec):
+        return attention.key_dim, attention.value_dim
+    assert isinstance(attention, AttentionSpec)
+    return attention.head_dim, attention.head_dim
 
 
 def predict_chunk(
@@ -104,20 +114,17 @@ def predict_chunk(
 
     `recomputed`: what each of these layers computes again; with its attention, its forward happens in backward as well.
 
-    Per layer, gather:   forward an all-gather of 2*b*S*K*H*x, backward a reduce-scatter of 2*b*S*K*H*w bytes.
-    Per layer, ulysses:  an all-to-all of b*S/cp*(N + 2*max(K, U))*H*x and one of b*S/cp*N*H*x bytes, each way.
-    Per layer, ring:     R-1 sends and R-1 receives of 2*b*S/R*K'*H*x bytes forward; backward the same and R-1 of
-                         2*b*S/R*K'*H*w bytes; K' = K, or max(K, U)/U inside ulysses.
+    Per layer, gather:   forward an all-gather of b*S*K*(H+V)*x, backward a reduce-scatter of b*S*K*(H+V)*w bytes.
+    Per layer, ulysses:  an all-to-all of b*S/cp*(N*H + max(K, U)*(H+V))*x and one of b*S/cp*N*V*x bytes, each way.
+    Per layer, ring:     R-1 sends and R-1 receives of b*S/R*K'*(H+V)*x bytes forward; backward the same and R-1 of
+                         b*S/R*K'*(H+V)*w bytes; K' = K, or max(K, U)/U inside ulysses.
     """
     events: Events = Counter()
     if layout.cp == 1:
         return events
     blocks = spec.blocks[layers.start : layers.stop]
-    for block, (queries, keys), regions in zip(blocks, local_heads(blocks, layout), recomputed):
-        attention = block.attention
-        assert isinstance(attention, AttentionSpec)
-        row = tokens * attention.head_dim
-        one = _predict_attention(layout, queries, keys, row=row, dtype=dtype, itemsize=itemsize)
+    for block, heads, regions in zip(blocks, local_heads(blocks, layout), recomputed):
+        one = _predict_attention(layout, heads, _head_sizes(block), tokens, dtype=dtype, itemsize=itemsize)
         events += one
         if not {"layer", "attention"}.isdisjoint(regions):
             events += forward_again(one)
@@ -125,25 +132,26 @@ def predict_chunk(
 
 
 def _predict_attention(
-    layout: Layout, heads: int, kv_heads: int, *, row: int, dtype: str, itemsize: int
+    layout: Layout, heads: tuple[int, int], sizes: tuple[int, int], tokens: int, *, dtype: str, itemsize: int
 ) -> Events:
-    """Events of one attention; `row`: elements of one head of all tokens that are here."""
+    """Events of one attention: (query heads, KV heads) of (key, value) size, for the tokens that are here."""
     events: Events = Counter()
+    (queries, kv_heads), (key, value) = heads, sizes
     ring, ulysses = degrees(layout)
     wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
     if layout.cp_method == "gather":
-        elements = 2 * row * layout.cp * kv_heads
+        elements = tokens * layout.cp * kv_heads * (key + value)
         events[Event("forward", "cp", "all_gather", dtype, elements * itemsize)] += 1
         events[Event("backward", "cp", "reduce_scatter", wide, elements * wide_size)] += 1
         return events
     if ulysses > 1:
         kv_heads = max(kv_heads, ulysses)
         for phase in ("forward", "backward"):
-            for count in (heads + 2 * kv_heads, heads):
-                events[Event(phase, "cp", "all_to_all", dtype, row * count * itemsize)] += 1
+            for columns in (queries * key + kv_heads * (key + value), queries * value):
+                events[Event(phase, "cp", "all_to_all", dtype, tokens * columns * itemsize)] += 1
         kv_heads //= ulysses
     for op in ("send", "recv") if ring > 1 else ():
-        elements = 2 * row * ulysses * kv_heads
+        elements = tokens * ulysses * kv_heads * (key + value)
         for phase in ("forward", "backward"):
             events[Event(phase, "cp", op, dtype, elements * itemsize)] += ring - 1  # type: ignore[arg-type]
         events[Event("backward", "cp", op, wide, elements * wide_size)] += ring - 1

@@ -12,10 +12,16 @@ from fivefold.nn.roles import DECODER_ROLES, modules_with_role, replace_module
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.tensor import rules
+from fivefold.strategies.tensor.latent import LatentColumn
 from fivefold.strategies.tensor.linear import ColumnParallel, Cut, RowParallel
 from fivefold.strategies.tensor.vocabulary import VocabularyEmbedding, VocabularyHead, VocabularyLoss
 
-LINEARS = {"column": ColumnParallel, "row": RowParallel, "head": VocabularyHead}
+LINEARS = {
+    "column": ColumnParallel,
+    "row": RowParallel,
+    "head": VocabularyHead,
+    "latent_column": LatentColumn,
+}
 
 
 def apply(
@@ -39,6 +45,10 @@ def apply(
     for role, replacement in replacements.items():
         for name, module in modules_with_role(model, role, roles):
             replace_module(model, name, replacement(module, cut))
+    if deferred is not None:  # latents are not cut, but their weight gradients can wait as well
+        alone = Cut(mesh.axis("tp", 1), False, deferred)
+        for name, module in modules_with_role(model, "latent", roles):
+            replace_module(model, name, ColumnParallel(module, alone))
     if axis.degree > 1:
         for name, _ in modules_with_role(model, "loss", roles):
             replace_module(model, name, VocabularyLoss(axis, vocab))

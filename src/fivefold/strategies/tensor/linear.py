@@ -116,7 +116,7 @@ class _ColumnLinear(torch.autograd.Function):
         dx = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:]):
             dx = dx + grad @ weight
-        reducing = _sum_start(dx, cut)
+        reducing = sum_start(dx, cut)
 
         def weight_gradients() -> list[Tensor | None]:
             if gathering is not None:
@@ -135,7 +135,7 @@ class _ColumnLinear(torch.autograd.Function):
         return dx if reducing is None else reducing.wait(), None, None, *parameter_grads
 
 
-def _sum_start(dx: Tensor, cut: Cut) -> Handle | None:
+def sum_start(dx: Tensor, cut: Cut) -> Handle | None:
     """Begin to sum the input gradient over the axis; None at degree 1."""
     if cut.axis.degree == 1:
         return None

@@ -3,10 +3,12 @@
 Megatron's cut (Shoeybi et al. 2019, section 3) with sequence parallelism (Korthikanti et al. 2022, section 4.2.2):
 
     q, k, v, gate, up       by output features (heads)       column: input gathered over the sequence
+    latent_up (MLA)         by heads                         latents gathered over the sequence, in place of the input
     attention_output, down  by input features                row: partial sums reduce-scattered over the sequence
     embedding, head         by vocabulary, padded to tp      the logits are never gathered
     norms, row biases       replicated                       under SP they see S/tp tokens: gradient summed over tp
-    router, gate of shared  replicated                       as norms; shared experts are cut as an MLP is
+    latent (MLA), router,   replicated                       as norms; shared experts are cut as an MLP is
+    gate of shared experts
 
 KV heads: when tp is a multiple of kv_heads, tp/kv_heads neighbours hold the same head (its memory does not fall) and
 each sees its own query heads only, so the gradient is summed over these neighbours.
@@ -24,12 +26,12 @@ from math import gcd
 from fivefold.core.events import Event, Events
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.recompute import Regions
 from fivefold.core.sharding import ParameterRow, Shard
 from fivefold.errors import LayoutError, nearest_numbers
 
-COLUMN = ("q", "k", "v", "gate", "up")
+COLUMN = ("q", "k", "v", "gate", "up", "latent_up")
 ROW = ("attention_output", "down")
 VOCABULARY = ("embedding", "head")
 
@@ -59,11 +61,10 @@ def _broken(spec: ModelSpec, tp: int) -> list[tuple[int, str]]:
     broken = []
     for block in spec.kinds_of_blocks:
         attention = block.attention
-        if isinstance(attention, AttentionSpec):
-            if attention.heads % tp:
-                broken.append((attention.heads, "heads"))
-            if attention.kv_heads % tp and tp % attention.kv_heads:
-                broken.append((attention.kv_heads, "kv_heads (nor is tp a multiple of it)"))
+        if isinstance(attention, AttentionSpec | MLASpec) and attention.heads % tp:
+            broken.append((attention.heads, "heads"))
+        if isinstance(attention, AttentionSpec) and attention.kv_heads % tp and tp % attention.kv_heads:
+            broken.append((attention.kv_heads, "kv_heads (nor is tp a multiple of it)"))
         width, name = _dense_width(block)
         if width % tp:
             broken.append((width, name))
@@ -134,24 +135,32 @@ def predict_chunk(
                           input again, which is not kept) + a reduce-scatter, each b*S*D*x bytes.
                           `keeps_gathered`, in a module that is not ours: it is kept, so backward has 1 all-gather.
     Per pair, nosp:       an all-reduce forward, one backward, the same bytes.
+    MLA:                  its column has the latents as input, see `latent.py`: other widths than D.
     Embedding and head:   as a row and a column; the loss adds two all-reduces of b*S and 2*b*S elements.
     """
     if layout.tp == 1:
         return Counter()
-    again = [_again(spec.blocks[layer], regions) for layer, regions in zip(layers, recomputed)]
-    gathers, sums = (sum(counts) for counts in zip(*again)) if again else (0, 0)
-    size = tokens * spec.hidden * itemsize
-    pairs = sum(1 + (_dense_width(spec.blocks[layer])[0] > 0) for layer in layers)
-    count: Counter[tuple[str, str]] = Counter()
-    if layout.sequence_parallel:
-        count["forward", "all_gather"] = pairs + last
-        count["forward", "reduce_scatter"] = pairs + first
-        count["backward", "all_gather"] = (1 if keeps_gathered else 2) * pairs + first + last + gathers
-        count["backward", "reduce_scatter"] = pairs + last + sums
-    else:
-        count["forward", "all_reduce"] = pairs + first
-        count["backward", "all_reduce"] = pairs + last + sums
-    events = Counter({Event(p, "tp", op, dtype, size): n for (p, op), n in count.items() if n})  # type: ignore[arg-type]
+    D, sp = spec.hidden, layout.sequence_parallel
+    blocks = [spec.blocks[layer] for layer in layers]
+    columns = [widths for block in blocks for widths in _column_inputs(block, D)]
+    columns = [(inputs, 0 if keeps_gathered else again) for inputs, again in columns]
+    widths: Counter[tuple[str, str, int]] = Counter()
+    for inputs, again in [*columns, *[(D, D)] * last]:
+        if sp:
+            widths["forward", "all_gather", inputs] += 1
+            widths["backward", "all_gather", again] += 1
+        widths["backward", "reduce_scatter" if sp else "all_reduce", inputs] += 1
+    rows = len(columns) + first
+    widths["forward", "reduce_scatter" if sp else "all_reduce", D] += rows
+    if sp:
+        widths["backward", "all_gather", D] += rows
+    for block, regions in zip(blocks, recomputed):
+        gathers, sums = _again(block, regions, D)
+        widths["backward", "reduce_scatter" if sp else "all_reduce", D] += sums
+        for inputs in gathers if sp else ():
+            widths["backward", "all_gather", inputs] += 1
+    size = tokens * itemsize
+    events = Counter({Event(p, "tp", op, dtype, size * w): n for (p, op, w), n in widths.items() if n and w})  # type: ignore[arg-type]
     if last:
         wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
         events[Event("forward", "tp", "all_reduce", wide, tokens * wide_size)] += 1
@@ -159,8 +168,17 @@ def predict_chunk(
     return events
 
 
-def _again(block: BlockSpec, regions: Regions) -> tuple[int, int]:
-    """(gathers of a column's input, sums of a row) of a layer that happen once more when backward recomputes.
+def _column_inputs(block: BlockSpec, hidden: int) -> list[tuple[int, int]]:
+    """For each column of a layer: how wide its input is, and what of it backward needs again for weight gradients."""
+    attention, inputs = block.attention, (hidden, hidden)
+    if isinstance(attention, MLASpec):
+        again = (attention.q_rank or hidden) + attention.kv_rank
+        inputs = again + attention.rope_dim, again
+    return [inputs] + [(hidden, hidden)] * (_dense_width(block)[0] > 0)
+
+
+def _again(block: BlockSpec, regions: Regions, hidden: int) -> tuple[list[int], int]:
+    """(widths of the columns' inputs that are gathered, sums of a row) once more when backward recomputes.
 
     A sum is repeated only where something that backward reads comes after it: that of attention before the MLP of the
     same region, that of shared experts before the gate that scales them.
@@ -168,7 +186,8 @@ def _again(block: BlockSpec, regions: Regions) -> tuple[int, int]:
     whole = "layer" in regions
     feeds = not {"layer", "mlp", "moe"}.isdisjoint(regions) and _dense_width(block)[0] > 0
     gated = isinstance(block.mlp, MoESpec) and block.mlp.shared_gate
-    return (whole or "attention" in regions) + feeds, whole + (feeds and gated)
+    attends = [_column_inputs(block, hidden)[0][0]] if whole or "attention" in regions else []
+    return attends + [hidden] * feeds, whole + (feeds and gated)
 
 
 def gradient_sums(rows: list[ParameterRow]) -> dict[int | None, list[ParameterRow]]:

@@ -23,7 +23,7 @@ RESUMED_UNDER = ("dp4", "tp4", "pp4", "dp1", "dp8")
 LONG = pytest.mark.exhaustive
 SAVE_AT, STEPS = 3, 13
 
-HARD4 = ModelSpec(**{**dict(HARD), "name": "hard4", "blocks": HARD.blocks[:1] * 4})
+HARD4 = HARD.replace(name="hard4", blocks=HARD.blocks[:1] * 4)
 """Tied, biased, vocabulary 53, kv heads 2 < tp 4; layers for four stages."""
 
 ADAMW = OptimizerConfig(lr=3e-3, warmup_steps=4, weight_decay=0.1)

@@ -99,7 +99,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["layout=dp3"], ["global batch 8", "dp3 x micro-batch 2 = 6", "6 or 12"]),
     (["layout=tp2", "seq_len=31"], ["sequence length 31", "tp = 2", "30 or 32"]),
     (["seq_len=1024"], ["sequence length 1024", "256 positions"]),
-    (["layout=dp2 ep2"], ["tiny-llama has no experts, which ep2 etp1 would cut"]),
+    (["layout=dp2 ep2"], ["llama has no experts, which ep2 etp1 would cut"]),
     (["layout=dp2 zero1", "zero3_gather=step"], ["zero3_gather=step does nothing with zero1"]),
     (["layout=dq2"], ["dq2"]),
     (["data=empty"], ["corpus empty holds no text"]),

@@ -163,7 +163,7 @@ def test_a_token_beyond_the_vocabulary_is_found_while_reading(small: Path) -> No
         ({"schema_version": 2}, "written by a newer Fivefold .schema 2; this one reads 1."),
         ({"kind": "other"}, "no manifest of `fivefold data prepare`"),
         ({"tokens": 7}, "sizes of train-00000.tokens do not follow"),
-        ({"name": "../../x"}, "shards.0.files.0.name: String should match"),
+        ({"name": "../../x"}, "shards.0.files.0.name: expected text of the form"),
         ({"extra": 1}, "unknown key 'extra'"),
     ],
 )

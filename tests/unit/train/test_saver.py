@@ -241,7 +241,7 @@ def test_old_ones_that_cannot_be_removed(tmp_path: Path) -> None:
 
 
 def changed(**fields: Any) -> ModelSpec:
-    return ModelSpec(**{**dict(SPEC), **fields})
+    return SPEC.replace(**fields)
 
 
 WIDER = BlockSpec(attention=BLOCK.attention, mlp=MLPSpec(ffn=16))

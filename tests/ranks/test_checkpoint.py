@@ -10,7 +10,6 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from fivefold.core.model_spec import ModelSpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.errors import CheckpointError
 from fivefold.train.checkpoint import Manifest, checkpoints, file_sha256

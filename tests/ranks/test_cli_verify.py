@@ -173,6 +173,7 @@ def test_refused_under_a_launcher(
     assert ended.said().startswith("this is rank 1 of 4 that a launcher started")
 
 
+@pytest.mark.exhaustive
 def test_an_overflow_under_a_loss_scale(fivefold: CommandLine) -> None:
     ended = verify(fivefold, "--layout", "pp2", "--overflow")
     assert ended.code == 0, ended.out

@@ -96,8 +96,8 @@ def overflow_on_one_rank(rank: Rank, plan: Plan, broken: int, name: str) -> Skip
 
 
 CASES = [
-    ("pp2", 1, "layers.3.mlp.down.weight"),  # the last stage, which the first only hears of
     ("tp2 pp2", 1, "layers.0.mlp.inputs.up.weight"),
+    pytest.param("pp2", 1, "layers.3.mlp.down.weight", marks=LONG),  # the first stage only hears of it
     pytest.param("dp2 zero1", 1, "layers.0.attention.output.weight", marks=LONG),
     pytest.param("dp2 zero3", 0, "layers.1.mlp.down.weight", marks=LONG),
     pytest.param("dp2 zero2 tp2", 3, "norm.weight", marks=LONG),
@@ -124,6 +124,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, broken: int,
         assert all(math.isfinite(loss) for loss in seen.losses)
 
 
+@LONG
 def test_it_goes_on_as_if_only_that_batch_were_missing() -> None:
     """Against one device in float32, which leaves the step out."""
     plan = plan_of("tp2 pp2")
@@ -148,7 +149,8 @@ def natural(rank: Rank, plan: Plan) -> tuple[list[int | None], list[float], list
     return [m.loss_scale for m in seen], [m.loss for m in seen], trainer.precision.overflow_steps, masters
 
 
-@pytest.mark.parametrize("layout", ["dp2 pp2", pytest.param("dp1", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("layout", ["dp2 pp2", "dp1"])
 def test_a_scale_that_is_too_large_comes_down_by_itself(layout: str) -> None:
     plan = plan_of(layout, initial=2**24, grow_every=3)
     everyone = run_ranks(natural, plan, ranks=plan.layout.world_size, device="cpu")

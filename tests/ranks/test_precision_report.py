@@ -36,7 +36,7 @@ def looks_of(layout: str, spec: str) -> Look:
     ("layout", "spec"),
     [
         ("tp2 pp2", "hard"),
-        ("dp2 zero1", "plain"),
+        pytest.param("dp2 zero1", "plain", marks=LONG),
         pytest.param("dp2 zero3", "plain", marks=LONG),
         pytest.param("dp4 zero2/2", "hard", marks=LONG),
         pytest.param("cp2 tp2", "hard", marks=LONG),
@@ -82,6 +82,7 @@ def test_a_run_in_float16_has_it(fivefold: CommandLine) -> None:
     assert "loss_scale.grow_every" in shown
 
 
+@LONG
 def test_a_run_without_it_says_nothing(fivefold: CommandLine) -> None:
     assert fivefold("train", "train.yaml", "steps=2").code == 0
     assert "precision" not in fivefold.last_run()["results"]

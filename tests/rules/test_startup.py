@@ -60,8 +60,6 @@ MISTAKES = (
     ["train", "model=tiny-llama", "layout=tp3"],
     ["train", "model=tiny-llama", "steps=many"],
     ["train", "model=tiny-llama", "global_batch=5", "layout=dp2"],
-    ["train", "model=tiny-lama"],
-    ["train", "nowhere.yaml"],
     ["verify", "--model", "tiny-llama"],
     ["layouts", "--model", "tiny-llama", "--ranks", "many"],
 )

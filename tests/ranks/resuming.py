@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
+from fivefold.core.router import RouterConfig
 from fivefold.core.workload import Workload
 from fivefold.data.batches import Batch, Ints, SyntheticDataset
 from fivefold.runtime.launch import Rank, run_ranks
@@ -47,12 +48,14 @@ class Job:
     steps: int
     dtype: str = "float64"
     micro_batch: int = 1
+    router: RouterConfig = field(default_factory=RouterConfig)
 
     def plan(self, layout: str) -> Plan:
         execution = Execution(
             micro_batch=self.micro_batch,
             dtype=self.dtype,  # type: ignore[arg-type]
             optimizer=self.optimizer,
+            router=self.router,
         )
         return Plan(
             model=self.spec,
@@ -107,7 +110,7 @@ def _train_rank(rank: Rank, job: Job, plan: Plan, start: Path | None, config: Ch
     if saver is not None:
         saver.wait()
     parts: Parts = []
-    for kind, row, local in trainer.engine.data.persistent():
+    for kind, row, local in trainer.engine.persistent():
         region = row.region(plan.layout, trainer.mesh.coordinate)
         inside = tuple(slice(0, part.stop - part.start) for part in region)
         parts.append((f"{kind}/{row.tied_to or row.name}", region, row.shape, local[inside].clone()))

@@ -132,7 +132,8 @@ class Layout(Value):
         }
         degrees = {name: getattr(self, name) for name in ("dp", "cp", "tp")} | {axis: 1}
         inner = degrees["dp"] * degrees["cp"] * degrees["tp"]
-        etp = gcd(1 if axis in ("tp", "ep") else self.etp, inner)
+        same_tokens = self.tp > 1 and not self.sp  # then etp stays with tp
+        etp = gcd(1 if axis == "tp" or (axis == "ep" and not same_tokens) else self.etp, inner)
         ep = 1 if axis == "ep" else gcd(self.ep, inner // etp)
         group = self.zero_group and gcd(self.zero_group, degrees["dp"] * degrees["cp"])
         changes = {axis: 1, **options.get(axis, {}), "ep": ep, "etp": etp, "zero_group": group}

@@ -1,4 +1,4 @@
-"""What training asks of the routers of a mixture of experts: balance and z-loss. Part of `Execution`, not of the model.
+"""What training asks of the routers of a mixture of experts: losses, balance, capacity. Part of `Execution`.
 
 The same checkpoint is trained with other coefficients, or none, and computes the same; so they are settings of
 training, as the optimizer's are. What changes a model's output (scores, groups, scaling) is in `MoESpec`.
@@ -7,37 +7,48 @@ training, as the optimizer's are. What changes a model's output (scores, groups,
 from __future__ import annotations
 
 from math import ceil
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fivefold.core.model_spec import MoESpec
+from fivefold.core.optimizer import Number
 from fivefold.core.value import Value
 
 Balance = Literal["sequence", "batch"]
 
+MOST = 1e3
+"""Of any of these numbers: beyond, nothing would be left of the model's own loss or of a limit."""
+
+Strength = Annotated[Number, Field(ge=0, le=MOST)]
+
 
 class RouterConfig(Value):
-    """Losses that routers add, each summed over the routed layers, and the pace of loss-free balancing.
+    """Losses that routers add, each summed over the routed layers; the pace of loss-free balancing; a capacity.
 
     Equations: `nn/router_losses.py`. All are off by default.
     """
 
     balance: Balance = "sequence"
     """Over which tokens the load is balanced: those of each sequence, or all of a global batch (the one before)."""
-    balance_coefficient: float = Field(default=0.0, ge=0, le=1e3)
+    balance_coefficient: Strength = 0.0
     """DeepSeek-V3 has 0.0001 (`sequence`); Mixtral 0.02 and Switch 0.01 (`batch`)."""
-    z_coefficient: float = Field(default=0.0, ge=0, le=1e3)
+    z_coefficient: Strength = 0.0
     """ST-MoE has 0.001."""
-    bias_speed: float = Field(default=0.0, ge=0, le=1e3)
+    bias_speed: Strength = 0.0
     """How far a step moves each selection bias, in models that have them; DeepSeek-V3 has 0.001."""
-    capacity_factor: float | None = Field(default=None, gt=0, le=1e3)
+    capacity_factor: Annotated[Number, Field(gt=0, le=MOST)] | None = None
     """An expert takes the first ceil(f K S / E) tokens of a sequence of S that choose it; null: all of them."""
     capacity: Literal["drop", "pad"] = "drop"
     """What travels to an expert that fewer tokens choose: these alone, or rows up to its capacity."""
 
     @model_validator(mode="after")
-    def _capacity_acts(self) -> Self:
+    def _settings_act(self) -> Self:
+        """A setting that would be ignored is refused rather than dropped in silence."""
+        if self.balance == "batch" and self.balance_coefficient == 0:
+            raise ValueError(
+                "balance=batch does nothing without a balance_coefficient; set it, or leave balance out"
+            )
         if self.capacity == "pad" and self.capacity_factor is None:
             raise ValueError(
                 "capacity=pad does nothing without a capacity_factor; set it, or leave capacity out"

@@ -171,8 +171,24 @@ def parameters(spec: ModelSpec) -> tuple[ParameterRow, ...]:
     return tuple(replace(row, init_name=row.name) for row in rows)
 
 
-def buffers(spec: ModelSpec) -> tuple[ParameterRow, ...]:
-    """What a model has beside parameters and a checkpoint holds: no gradient, at least float32, initially zero."""
+def buffers(spec: ModelSpec, *, load: bool = False) -> tuple[ParameterRow, ...]:
+    """What a model has beside parameters and a checkpoint holds: no gradient, at least float32, initially zero.
+
+    `load`: and what training remembers of how busy experts were (`balance=batch`), initially 1.
+    """
+    return (*_selection_biases(spec), *(_loads(spec) if load else ()))
+
+
+def _loads(spec: ModelSpec) -> Iterator[ParameterRow]:
+    for i, block in enumerate(spec.blocks):
+        if isinstance(block.mlp, MoESpec):
+            shape = (block.mlp.experts,)
+            yield ParameterRow(
+                f"layers.{i}.mlp.router.load", "selection_bias", shape, init_mean=1.0, init_std=0.0
+            )
+
+
+def _selection_biases(spec: ModelSpec) -> tuple[ParameterRow, ...]:
     return tuple(
         ParameterRow(
             f"layers.{i}.mlp.router.selection_bias",

@@ -199,6 +199,11 @@ class Engine:
         valid = self.mesh.axis("data").all_reduce(_valid_tokens(batches))
         return float(self._agree_on_loss(loss)), int(valid)
 
+    def persistent(self) -> list[tuple[str, ParameterRow, Tensor]]:
+        """(kind, row, tensor) of weights, moments and buffers: what a checkpoint holds, and is loaded into in place."""
+        kept = [] if self.routers is None else self.routers.buffers()
+        return [*self.data.persistent(), *(("buffers", row, tensor) for row, tensor in kept)]
+
     @property
     def loss_scale(self) -> LossScaleState | None:
         """What a checkpoint keeps of the loss scale; None without one."""

@@ -131,13 +131,13 @@ class Routers:
     def buffers(self) -> list[tuple[ParameterRow, Tensor]]:
         """What routers keep between steps beside parameters: what a checkpoint holds, and is loaded into in place."""
         found = []
-        for row in buffers(self.plan.model):
+        for row in buffers(self.plan.model, load=self.plan.execution.router.keeps_load):
             router = self.routers.get(int(row.name.split(".")[1]))
-            if router is not None and router.selection_bias is not None:
-                found.append((row, router.selection_bias))
-        for layer, router in self.routers.items():
-            if router.losses is not None and router.losses.load_E is not None:
-                found.append((load_row(layer, self.spec[layer].experts), router.losses.load_E))
+            if router is not None:
+                losses = router.losses
+                kept = losses.load_E if row.name.endswith(".load") and losses else router.selection_bias
+                assert kept is not None
+                found.append((row, kept))
         return found
 
     def _losses(self, layer: int) -> RouterLosses:
@@ -175,10 +175,3 @@ class Routers:
             seen[experts + 2] += entropy_T.sum()
 
         return hook
-
-
-def load_row(layer: int, experts: int) -> ParameterRow:
-    """The row of what `batch` balance remembers of a step."""
-    return ParameterRow(
-        f"layers.{layer}.mlp.router.load", "selection_bias", (experts,), init_mean=1.0, init_std=0.0
-    )

@@ -178,12 +178,18 @@ def _check_cover(entries: Mapping[str, Entry], data: int, size: int, path: Path)
 
 
 def read_region(entry: Entry, region: Sequence[slice], into: Tensor) -> int:
-    """Read a region of a tensor of one or two dims to the beginning of `into`, converting the dtype; bytes read.
+    """Read a region of a tensor of one to three dims to the beginning of `into`, converting the dtype; bytes read.
 
-    Shapes: region [a:b] or [a:b, c:d]; into: contiguous, as many dims, at least as large; its rest is not touched.
+    Shapes: region [a:b], [a:b, c:d] or a stack of such, [e:f, a:b, c:d]; into: contiguous, as many dims, at least as
+            large; its rest is not touched.
     Memory: nothing beside `into`; one block where dtypes differ.
     Raises: ModelError if the file ends too soon.
     """
+    if len(region) == 3:
+        first = region[0].start
+        return sum(
+            read_region(_matrix(entry, i), region[1:], into[i - first]) for i in range(first, region[0].stop)
+        )
     columns = entry.shape[-1]
     rows, part = (slice(0, 1), *region) if len(region) == 1 else region
     count, width = rows.stop - rows.start, part.stop - part.start
@@ -209,6 +215,13 @@ def read_region(entry: Entry, region: Sequence[slice], into: Tensor) -> int:
     finally:
         os.close(fd)
     return int(count * width * itemsize)
+
+
+def _matrix(entry: Entry, index: int) -> Entry:
+    """One of the matrices that are stacked in a tensor of three dims."""
+    size = (entry.stop - entry.start) // max(1, entry.shape[0])
+    start = entry.start + index * size
+    return Entry(entry.path, entry.dtype, entry.shape[1:], start, start + size)
 
 
 def _read_rows(fd: int, at: int, stride: int, out: memoryview, width: int, count: int, path: Path) -> None:

@@ -48,6 +48,7 @@ def check_cut(plan: Plan) -> None:
     tensor.check(spec, layout, plan.workload.seq_len)
     context.check(spec, layout, plan.workload.seq_len)
     expert.check(spec, layout)
+    expert.check_router(spec, plan.execution.router)
     count = microbatches(plan.workload, layout, plan.execution)
     pipeline.check_schedule(layout, count, plan.execution.actions)
     if layout.zero >= 2 and layout.pp > 1:

@@ -21,6 +21,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive
 from fivefold.core.recompute import RecomputeText
+from fivefold.core.router import RouterConfig
 from fivefold.core.value import Value, describe
 from fivefold.core.workload import MOST_SEQUENCES, MOST_TOKENS, Workload
 from fivefold.data.choice import DataSource
@@ -113,6 +114,8 @@ class TrainConfig(Value):
     loss_scale: LossScaleConfig = LossScaleConfig()
     """float16: what gradients are computed times, and how that changes."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    router: RouterConfig = RouterConfig()
+    """Of a model with experts: losses of its routers, balancing, capacity."""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -143,6 +146,7 @@ class TrainConfig(Value):
             micro_batch=self.microbatch_rows,
             dtype=self.dtype,
             optimizer=self.optimizer,
+            router=self.router,
             loss_scale=self.loss_scale if self.dtype == "float16" else None,
             bucket_mib=self.bucket_mib,
             zero3_gather=self.zero3_gather,

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
+from fivefold.core.sharding import buffers
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.runtime.launch import Rank
 from fivefold.strategies import compose
@@ -98,7 +99,7 @@ class Saver:
         """This rank's share: each element of each tensor is written by one rank."""
         layout, at = self.trainer.plan.layout, self.trainer.mesh.coordinate
         pieces = []
-        for kind, row, local in self.trainer.engine.data.persistent():
+        for kind, row, local in self.trainer.engine.persistent():
             if row.written_here(layout, at):
                 region = row.region(layout, at)
                 inside = tuple(slice(0, part.stop - part.start) for part in region)
@@ -282,11 +283,11 @@ def load_checkpoint(path: Path, trainer: Trainer, rank: Rank, *, data: str) -> M
             f"{path} lacks the loss scale that a run in {plan.execution.dtype} goes on with"
         )
     table = compose.parameter_table(plan.model, plan.layout, plan.workload.seq_len)
-    mine = trainer.engine.data.persistent()
-    kinds = sorted({kind for kind, _, _ in mine})
-    check_names(
-        path, manifest, {f"{kind}/{row.name}" for kind in kinds for row in table if row.tied_to is None}
-    )
+    mine = trainer.engine.persistent()
+    kinds = {kind for kind, _, _ in trainer.engine.data.persistent()}
+    wanted = {f"{kind}/{row.name}" for kind in sorted(kinds) for row in table if row.tied_to is None}
+    load = plan.execution.router.keeps_load
+    check_names(path, manifest, wanted | {f"buffers/{row.name}" for row in buffers(plan.model, load=load)})
     check_files(path, manifest, rank=rank.rank, ranks=rank.world_size)
     reader = Reader(path, manifest)
     for kind, row, local in mine:

@@ -65,7 +65,7 @@ def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
 
     Then the options that act on the guilty axes, each in turn at its plainest.
     """
-    axes = [axis for axis in ("tp", "cp", "pp", "dp") if layout.degree(axis) > 1]
+    axes = [axis for axis in ("tp", "cp", "pp", "dp", "ep") if layout.degree(axis) > 1]
     guilty = [axis for axis in axes if not still_fails(layout.without(axis))]  # type: ignore[arg-type]
     if not guilty and len(axes) == 1:
         return f"not axis {axes[0]}: with {axes[0]} = 1 the difference stays, so look at the layout compared with"
@@ -88,6 +88,8 @@ def _plainer(layout: Layout, axes: Collection[str]) -> Iterator[tuple[str, Layou
     if "pp" in axes and (layout.schedule, layout.chunks) != ("1f1b", 1):
         placement = "even" if isinstance(layout.placement, tuple) else layout.placement
         yield "1f1b", layout.replace(schedule="1f1b", placement=placement)
+    if layout.etp > 1 and (layout.sp or layout.tp == 1):
+        yield "etp1", layout.replace(etp=1)
     if layout.zero_group is not None:
         yield f"zero{layout.zero} without groups", layout.replace(zero_group=None)
     if layout.zero:

@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from fivefold.strategies.legal import (
 )
 from fivefold.units import MIB
 from fivefold.verify.verify import STEPS, Reference, Verdict, judge
-from fivefold.verify.workload import BOUNDS, common_plans
+from fivefold.verify.workload import BOUNDS, ROUTERS, common_plans
 
 DType = Literal["float64", "float32"]
 RESULTS_LIMIT_BYTES = 256 * MIB
@@ -81,7 +82,7 @@ def walk(
     Raises: ConfigError for a results file of another walk; UserError for a layout that cannot be run.
     """
     book = _Results(results, _header(spec, dtype, steps, seed)) if results is not None else None
-    references: dict[tuple[int, int], Reference] = {}
+    references: dict[Hashable, Reference] = {}
     deadline = time.monotonic() + budget_s
     for case in cases:
         known = book.verdicts.get(str(case)) if book is not None else None
@@ -98,13 +99,13 @@ def walk(
 
 def _judge(
     plans: tuple[Plan, Plan],
-    references: dict[tuple[int, int], Reference],
+    references: dict[Hashable, Reference],
     steps: int,
     seed: int,
     device: str,
 ) -> Verdict:
     plan, single = plans
-    key = (single.workload.seq_len, single.workload.global_batch)
+    key = (single.workload.seq_len, single.workload.global_batch, single.execution.router)
     if key not in references:
         references[key] = Reference(single, steps=steps, seed=seed, device=device)
     try:
@@ -115,7 +116,8 @@ def _judge(
 
 
 def _plans(spec: ModelSpec, case: Case, dtype: DType) -> tuple[Plan, Plan]:
-    return common_plans(spec, case.layout, Layout(), dtype, recompute=case.recompute)
+    router = ROUTERS[zlib.crc32(str(case).encode()) % len(ROUTERS)]
+    return common_plans(spec, case.layout, Layout(), dtype, recompute=case.recompute, router=router)
 
 
 def _plan(spec: ModelSpec, layout: Layout, dtype: DType) -> Plan:

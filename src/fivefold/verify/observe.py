@@ -40,7 +40,7 @@ from fivefold.strategies.context.order import local_spans, section
 from fivefold.strategies.expert.rules import routed_layers
 from fivefold.strategies.pipeline.apply import Microbatch
 from fivefold.verify.overflow import OVERFLOW_STEP, RESUMED_AFTER, expected_scale, overflowing, resumed
-from fivefold.verify.routes import Choices, Routed, watching_routes, where
+from fivefold.verify.routes import CHOICES, Choices, Routed, watching_routes, where
 
 Region = tuple[slice, ...]
 Array = npt.NDArray[Any]
@@ -196,27 +196,22 @@ def required(
 
 
 def _required_routing(plan: Plan, run: str) -> Iterator[tuple[str, str]]:
+    load = plan.execution.router.keeps_load
     for layer in routed_layers(plan.model):
         yield "routed_experts", f"layers.{layer}.mlp.router {run}"
         yield from (("routing", f"layers.{layer}.mlp.router {number} {run}") for number in ROUTING)
-    yield from (("buffers", f"{row.name} {run}") for row in buffers(plan.model))
+    yield from (("buffers", f"{row.name} {run}") for row in buffers(plan.model, load=load))
 
 
 def _routing_pieces(
     engine: Engine, run: str, routing: Mapping[int, LayerRouting], routes: watching_routes
 ) -> list[Piece]:
     """The experts of every token; what is told of them, and what routers remember, after the step."""
-    plan, pieces = engine.plan, []
-    for name, microbatches in routes.experts.items():
-        width = next(iter(microbatches.values())).shape[2]
-        shape = plan.workload.global_batch, plan.workload.seq_len, width
-        for microbatch, experts_BSK in microbatches.items():
-            at = 0
-            for rows, places in where(engine, microbatch):
-                part = experts_BSK[:, at : at + places.stop - places.start]
-                region: Region = rows, places, slice(0, shape[2])
-                pieces.append(Piece("routed_experts", f"{name} {run}", shape, region, part))
-                at += part.shape[1]
+    pieces: list[Piece] = []
+    for quantity, of_routers in (("routed_experts", routes.experts), (CHOICES, routes.chosen)):
+        for name, microbatches in of_routers.items():
+            for microbatch, experts_BSK in microbatches.items():
+                pieces += _expert_pieces(quantity, f"{name} {run}", engine, microbatch, experts_BSK)
     for layer, told in routing.items():
         for number in ROUTING:
             value = np.asarray(getattr(told, number), dtype=np.float64)
@@ -230,6 +225,17 @@ def _routing_pieces(
             Piece("buffers", f"{row.name} {run}", row.shape, (slice(0, row.shape[0]),), _numpy(kept))
         )
     return pieces
+
+
+def _expert_pieces(
+    quantity: str, name: str, engine: Engine, microbatch: int, experts_BSK: Array
+) -> Iterator[Piece]:
+    workload, top_k, at = engine.plan.workload, experts_BSK.shape[2], 0
+    shape = workload.global_batch, workload.seq_len, top_k
+    for rows, places in where(engine, microbatch):
+        part = experts_BSK[:, at : at + places.stop - places.start]
+        yield Piece(quantity, name, shape, (rows, places, slice(0, top_k)), part)
+        at += part.shape[1]
 
 
 def _updated(engine: Engine, optimizer: str, step: int) -> list[Piece]:

@@ -63,10 +63,7 @@ def where(spec: ModelSpec) -> str:
 def resumed(engine: Engine, make: Callable[[], Engine]) -> Engine:
     """A new engine with all that a checkpoint of the old one holds."""
     new = make()
-    for (_, _, to), (_, _, values) in zip(new.data.persistent(), engine.data.persistent(), strict=True):
+    for (_, _, to), (_, _, values) in zip(new.persistent(), engine.persistent(), strict=True):
         to.copy_(values)
-    if new.routers is not None and engine.routers is not None:
-        for (_, to), (_, values) in zip(new.routers.buffers(), engine.routers.buffers(), strict=True):
-            to.copy_(values)
     new.restore(engine.data.updates, engine.loss_scale)
     return new

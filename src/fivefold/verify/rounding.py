@@ -4,7 +4,8 @@ Both are compared with one device in float64 that starts from the same rounded w
 sqrt(sum (a - b)^2 / sum b^2), that of a quantity the mean over its tensors: the largest of thousands of roundings is
 luck, and differs twofold between two orders of the same sums. A layout passes where its error in every quantity is at
 most twice that of one device in the same format, or below half a unit in the last place of one of its numbers, which a
-scalar that comes out right by luck would else undercut. Faults are for float64 to find.
+scalar that comes out right by luck would else undercut. Faults are for float64 to find. In a mixture of experts tokens
+go to the experts that float64 chose: between two of nearly equal scores, rounding decides.
 
 float16 has a loss scale on both; errors are those of the unscaled gradients.
 """
@@ -31,6 +32,7 @@ from fivefold.runtime.launch import run_ranks
 from fivefold.verify.communication import event_differences
 from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
 from fivefold.verify.observe import NOISE, Observation, observe
+from fivefold.verify.routes import Choices, choices_of
 from fivefold.verify.verify import KEPT_COPIES, SHRINK, STEPS, Verdict, limits_of
 from fivefold.verify.workload import common_plans
 
@@ -63,9 +65,10 @@ def verify_rounding(
     for one in (plan, single):
         check_size(one, what="verifying", advice=SHRINK, copies=KEPT_COPIES)
     exact = single.replace(execution=single.execution.replace(dtype="float64", loss_scale=None))
-    alone, seen = _run(single, steps, seed, device), _run(plan, steps, seed, device)
-    kept = assemble(alone).keys()  # float64 keeps the moments of more steps
     found = assemble(_run(exact, steps, seed, device, rounded(seed, dtype)))
+    replay = choices_of(found) or None
+    alone, seen = (_run(one, steps, seed, device, replay=replay) for one in (single, plan))
+    kept = assemble(alone).keys()  # float64 keeps the moments of more steps
     wholes = {key: whole for key, whole in found.items() if key in kept}
     own, errors, missing = _errors(alone, wholes), _errors(seen, wholes), compare(seen, wholes).missing
     lines = event_differences(plan, seen)
@@ -151,11 +154,16 @@ def _cause(
 
 
 def _run(
-    plan: Plan, steps: int, seed: int, device: str, weights: ValueSource | None = None
+    plan: Plan,
+    steps: int,
+    seed: int,
+    device: str,
+    weights: ValueSource | None = None,
+    replay: Choices | None = None,
 ) -> list[Observation]:
     dataset = SyntheticDataset(plan.model.vocab, plan.workload.seq_len, seed)
     result: list[Any] = run_ranks(
-        lambda rank: observe(rank, plan, dataset, seed=seed, steps=steps, weights=weights),
+        lambda rank: observe(rank, plan, dataset, seed=seed, steps=steps, weights=weights, replay=replay),
         ranks=plan.layout.world_size,
         device=device,
     )

@@ -7,9 +7,9 @@ after it. So layouts are judged on equal terms only in float64; in other formats
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,17 +38,18 @@ class watching_routes:
         self.routed: Routed = {}
         self.experts: dict[str, dict[int, Ints]] = {}
         """Router -> microbatch -> the experts [B, S, K] of the tokens here, in ascending order; -1: none."""
+        self.chosen: dict[str, dict[int, Ints]] = {}
+        """The same before any choice was dropped: what can be replayed."""
         self.undo: list[Any] = []
 
     def __enter__(self) -> watching_routes:
         for module in self.engine.chunks.values():
             for name, router in modules_with_role(module, "router"):
                 assert isinstance(router, Router)
-                self.experts[name] = {}
+                self.experts[name], self.chosen[name] = {}, {}
                 self.undo.append(router.register_forward_hook(self._keep(name)).remove)
-                if self.replay is not None:
-                    router.choose = self._replayed(name)  # type: ignore[method-assign]
-                    self.undo.append(partial(delattr, router, "choose"))
+                router.choose = self._choosing(name, router.choose)  # type: ignore[method-assign, assignment]
+                self.undo.append(partial(delattr, router, "choose"))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -66,23 +67,47 @@ class watching_routes:
             experts_TK = routing.experts_TK
             microbatch = self.engine.pipeline.now.microbatch
             self.routed.setdefault(layer, {})[microbatch] = count(experts_TK.flatten(), number).tolist()
-            experts_BSK = experts_TK.sort(-1).values.view(*inputs[0].shape[:2], -1)
-            self.experts[name][microbatch] = experts_BSK.cpu().numpy()
+            self.experts[name][microbatch] = _sorted(experts_TK, len(inputs[0]))
 
         return hook
 
-    def _replayed(self, name: str) -> Any:
-        """What stands for `Router.choose`: the same microbatch, rows and places of what was chosen before."""
+    def _choosing(self, name: str, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """What stands for `Router.choose`: it, or what was chosen for the same microbatch, rows and places."""
 
-        def choose(scores_TE: Tensor) -> Tensor:
-            assert self.replay is not None
+        def chosen(scores_TE: Tensor) -> Tensor:
             microbatch = self.engine.pipeline.now.microbatch
-            everywhere = self.replay[f"{name} {self.run}"]
-            parts = [everywhere[rows, places] for rows, places in where(self.engine, microbatch)]
-            experts = torch.from_numpy(np.concatenate(parts, axis=1)).flatten(0, 1)
-            return experts.to(scores_TE.device)
+            if self.replay is None:
+                experts_TK = choose(scores_TE)
+            else:
+                everywhere = self.replay[f"{name} {self.run}"]
+                parts = [everywhere[rows, places] for rows, places in where(self.engine, microbatch)]
+                experts = torch.from_numpy(np.concatenate(parts, axis=1)).flatten(0, 1)
+                experts_TK = experts.to(scores_TE.device)
+            if self.engine.mesh.phase == "forward":
+                self.chosen[name][microbatch] = _sorted(experts_TK, self.engine.plan.execution.micro_batch)
+            return experts_TK
 
-        return choose
+        return chosen
+
+
+def _sorted(experts_TK: Tensor, rows: int) -> Ints:
+    """[B, S, K]: in ascending order, as which of two is the better one can be a tie."""
+    return experts_TK.sort(-1).values.view(rows, -1, experts_TK.shape[1]).cpu().numpy()
+
+
+def choices_of(wholes: Mapping[tuple[str, str], Whole]) -> Choices:
+    """What was chosen, from what all ranks saw: tensors by (quantity, name)."""
+    return {name: whole.values.astype(np.int64) for (kind, name), whole in wholes.items() if kind == CHOICES}
+
+
+class Whole(Protocol):
+    """A tensor put together from the pieces of all ranks."""
+
+    values: npt.NDArray[Any]
+
+
+CHOICES = "choices"
+"""The quantity that `replay` takes; not judged."""
 
 
 def where(engine: Engine, microbatch: int) -> list[tuple[slice, slice]]:

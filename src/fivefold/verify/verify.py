@@ -15,6 +15,7 @@ from pydantic import ConfigDict
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
+from fivefold.core.router import RouterConfig
 from fivefold.core.value import Value
 from fivefold.data.batches import SyntheticDataset
 from fivefold.engine.own import OwnModel
@@ -22,12 +23,14 @@ from fivefold.engine.size import check_size
 from fivefold.errors import ConfigError, FivefoldError
 from fivefold.runtime.device import check_device_count, device_kind
 from fivefold.runtime.launch import run_ranks
+from fivefold.strategies.expert.rules import routed_layers
 from fivefold.strategies.legal import Case
 from fivefold.verify.cause import find_cause, name_axis
 from fivefold.verify.communication import event_differences
 from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
 from fivefold.verify.observe import MOMENTS, Observation, kept_moments, observe, required
 from fivefold.verify.overflow import STEPS as OVERFLOW_STEPS
+from fivefold.verify.routes import Choices, choices_of
 from fivefold.verify.workload import BOUNDS, common_plans, idle_windows
 
 STEPS = 2
@@ -48,6 +51,8 @@ class Verdict(Value):
     recompute: str = "none"
     """What `layout` computes again in backward; `against` keeps all activations."""
     against: Layout
+    router: RouterConfig = RouterConfig()
+    """What routers of experts were asked for, under both."""
     model: str
     dtype: str
     bound: float
@@ -137,8 +142,11 @@ class Reference:
         self.plan, self.steps, self.seed, self.device, self.make_own = plan, steps, seed, device, make_own
         self.overflow = overflow
         self._check_size(plan)
+        self.replay: Choices | None = None
         observations = self._run(plan)
         self.wholes: dict[Key, Whole] = assemble(observations)
+        if plan.execution.dtype != "float64":  # rounding decides ties
+            self.replay = choices_of(self.wholes) or None
         self.faults = own_faults(plan, observations, self.wholes, steps=steps, overflow=overflow)
 
     def judge(self, plan: Plan, *, find_axis: bool = True) -> Verdict:
@@ -192,6 +200,7 @@ class Reference:
                 steps=self.steps,
                 make_own=self.make_own,
                 overflow=self.overflow,
+                replay=self.replay,
             ),
             ranks=plan.layout.world_size,
             device=self.device,
@@ -230,6 +239,7 @@ def judge(
         layout=plan.layout,
         recompute=plan.execution.recompute,
         against=against,
+        router=plan.execution.router,
         model=plan.model.name,
         dtype=plan.execution.dtype,
         bound=bound,
@@ -297,6 +307,10 @@ def limits_of(plan: Plan, against: Layout, steps: int) -> tuple[str, ...]:
     limits = [f"the window of {window} was not exercised: sequence {length}" for window in idle_windows(plan)]
     if plan.layout.cp > 1 and not plan.workload.separate_documents:
         limits.append("masks of separate documents were not exercised: ask for documents")
+    if plan.execution.dtype != "float64" and routed_layers(plan.model):
+        limits.append(
+            f"in {plan.execution.dtype} tokens go to the experts that {against} chose: rounding decides ties"
+        )
     if kept_moments(plan, steps) != MOMENTS:
         limits.append(f"in {plan.execution.dtype} moments are judged after the first step only")
     if plan.layout == against and plan.execution.recompute == "none":
@@ -313,7 +327,7 @@ def _counts(plan: Plan) -> dict[str, int]:
     return {
         "the number of microbatches": microbatches,
         "the loss scale": 1 if scaling is None else scaling.initial,
-        **{axis: layout.degree(axis) for axis in ("dp", "tp", "pp", "cp")},
+        **{axis: layout.degree(axis) for axis in ("dp", "tp", "pp", "cp", "ep", "etp")},
         "dp x microbatches": layout.dp * microbatches if layout.dp > 1 else 1,
         "dp x cp": layout.data if min(layout.dp, layout.cp) > 1 else 1,
         "dp x tp": layout.dp * layout.tp if min(layout.dp, layout.tp) > 1 else 1,

@@ -50,7 +50,7 @@ ROUTERS = (
     ROUTER.replace(capacity_factor=1.1),
     ROUTER.replace(balance="batch", capacity_factor=0.9, capacity="pad"),
 )
-"""What routers are asked for in a walk over many layouts, in turn."""
+"""What routers are asked for in a walk over many layouts: each layout has one of these."""
 
 HIDDEN, HEAD_DIM, FFN, WINDOW = 64, 8, 64, 24
 """Widths of a shrunk model: the FFN at least this, heads and windows at most."""
@@ -105,7 +105,7 @@ def common_plans(
                 if overflow and cut is layout
                 else None,
                 optimizer=OptimizerConfig(clip_norm=CLIP_NORM),
-                router=(router or ROUTER) if routed_layers(spec) else RouterConfig(),
+                router=_for_model(router or ROUTER, spec),
                 actions=lines,
                 recompute=again,
             ),
@@ -115,6 +115,14 @@ def common_plans(
     for plan in plans:
         check(plan)
     return plans[0], plans[1]
+
+
+def _for_model(router: RouterConfig, spec: ModelSpec) -> RouterConfig:
+    """What of these settings acts in the model."""
+    moes = routed_layers(spec).values()
+    if not moes:
+        return RouterConfig()
+    return router if any(moe.selection_bias for moe in moes) else router.replace(bias_speed=0.0)
 
 
 def windows(spec: ModelSpec) -> list[int]:

@@ -41,6 +41,12 @@ NEEDED = {
     "validation.data": ["validation.every=1"],
     "loss_scale.initial": ["dtype=float16"],
     "loss_scale.grow_every": ["dtype=float16"],
+    "router.balance": ["model=tiny-moe", "router.balance_coefficient=0.01"],
+    "router.balance_coefficient": ["model=tiny-moe"],
+    "router.z_coefficient": ["model=tiny-moe"],
+    "router.bias_speed": ["model=tiny-mla-moe"],
+    "router.capacity_factor": ["model=tiny-moe"],
+    "router.capacity": ["model=tiny-moe", "router.capacity_factor=1.25"],
 }
 """What makes a key count."""
 

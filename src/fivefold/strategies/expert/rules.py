@@ -32,7 +32,7 @@ from fivefold.core.model_spec import ModelSpec, MoESpec
 from fivefold.core.recompute import Regions
 from fivefold.core.router import RouterConfig
 from fivefold.core.sharding import ParameterRow, Shard
-from fivefold.errors import LayoutError, nearest_numbers
+from fivefold.errors import ConfigError, LayoutError, nearest_numbers
 
 WIDTH_DIM = {"expert_gate": 1, "expert_up": 1, "expert_down": 2}
 """Role -> the dim of the experts' width, which etp cuts."""
@@ -73,6 +73,21 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     _check_same_tokens(spec, layout)
     if layout.expert_shards == 0:
         _refuse_groups(layout)
+
+
+def check_router(spec: ModelSpec, router: RouterConfig) -> None:
+    """Raises: ConfigError for a setting of routers that would do nothing in this model."""
+    changed = [
+        key for key, field in RouterConfig.model_fields.items() if getattr(router, key) != field.default
+    ]
+    moes = routed_layers(spec).values()
+    if changed and not moes:
+        raise ConfigError(f"router.{changed[0]} does nothing: {spec.name} has no experts; leave it out")
+    if router.bias_speed and not any(moe.selection_bias for moe in moes):
+        raise ConfigError(
+            f"router.bias_speed does nothing: no router of {spec.name} has a selection bias; leave it out, or use "
+            "router.balance_coefficient"
+        )
 
 
 def same_tokens(layout: Layout) -> bool:

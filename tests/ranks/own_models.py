@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -32,8 +33,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 6}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+    ),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
 }
+
+DENSE = [name for name in FAMILIES if name not in ("mixtral", "qwen3 moe")]
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
@@ -57,7 +65,7 @@ def example() -> ModuleType:
 
 @contextmanager
 def without_casts() -> Iterator[None]:
-    """transformers casts to float32 in RMS norms and rotary angles; here they stay in the model's dtype."""
+    """transformers casts to float32 in norms, rotary angles and routers; here they stay in the model's dtype."""
 
     def norm(self: Any, x: Tensor) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -68,10 +76,19 @@ def without_casts() -> Iterator[None]:
         both = torch.cat((angles, angles), -1)
         return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
 
+    def route(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        values, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
+        scaled = values / values.sum(-1, keepdim=True) if getattr(self, "norm_topk_prob", True) else values
+        return logits, scaled, chosen
+
     with pytest.MonkeyPatch.context() as patch:
         for family in {family for family, _ in FAMILIES.values()}:
-            name = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
+            folder = {"Qwen3Moe": "qwen3_moe"}.get(family, family.lower())
+            name = f"transformers.models.{folder}.modeling_{folder}"
             module = importlib.import_module(name)
             patch.setattr(getattr(module, f"{family}RMSNorm"), "forward", norm)
             patch.setattr(getattr(module, f"{family}RotaryEmbedding"), "forward", rotary)
+            if router := getattr(module, f"{family}TopKRouter", None):
+                patch.setattr(router, "forward", route)
         yield

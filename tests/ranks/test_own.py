@@ -17,7 +17,7 @@ from fivefold.errors import LaunchError, LayoutError, ModelError, WorkloadError
 from fivefold.nn.own_stage import Arrival, PassOn
 from fivefold.verify.verify import Verdict
 
-from .own_models import FAMILIES, example, make, without_casts
+from .own_models import DENSE, example, make, without_casts
 
 SEQ_LEN, BATCH, RATE = 16, 8, 0.01
 OPTIMIZER = OptimizerConfig(clip_norm=0.5)
@@ -29,6 +29,11 @@ SOME = [
     "dp2 pp2 zero3", "dp2 tp2 zero3", "dp2 cp2 zero1", "cp4:ring2xulysses2", "tp2 pp2 cp2", "tp2 pp2:zbh1 nosp",
 ]  # fmt: skip
 """Layouts of every strategy alone, with its options, and of several."""
+
+EXPERTS = [
+    *ZERO, "tp2", "cp2", "pp2", "dp2 ep2", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2", "dp2 tp2 ep4 zero2", "dp2 ep2 zero3",
+    "dp2 tp2 pp2 ep2", "dp4 ep2 zero1", "dp2 pp2:zbv ep2", "dp2 tp2 cp2 ep2",
+]  # fmt: skip
 
 FAST = {"dp2 zero3", "tp2 cp2", "dp2 tp2 pp2"}
 
@@ -49,11 +54,29 @@ def test_llama_in_float32(text: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("text", SOME)
 def test_every_family_in_float64_with_its_casts_patched(name: str, text: str) -> None:
     with without_casts():
         passed(fivefold.verify_model(make(name), text, dtype="float64", device="cpu"), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "text", ["tp2 ep2", *(pytest.param(t, marks=pytest.mark.exhaustive) for t in EXPERTS)]
+)
+def test_mixtral_in_float32(text: str) -> None:
+    passed(fivefold.verify_model(make("mixtral"), text, device="cpu"), 1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
+@pytest.mark.parametrize("text", EXPERTS)
+def test_experts_in_float64_with_casts_patched(name: str, text: str) -> None:
+    if name == "qwen3 moe" and "ep4" in text:
+        pytest.skip("6 experts")
+    model = make(name, experts_implementation="eager")  # its grouped products take no float64
+    with without_casts():
+        passed(fivefold.verify_model(model, text, dtype="float64", device="cpu"), 1e-10)
 
 
 @pytest.mark.parametrize("text", layouts({"dp2 tp2 pp2"}))
@@ -107,7 +130,7 @@ def losses_on_rank(name: str, text: str, steps: int) -> tuple[list[float], list[
 @pytest.mark.parametrize(
     ("name", "text"),
     [("llama", "dp1"), ("qwen3", "dp2 tp2 pp2")] + [
-        pytest.param(name, text, marks=pytest.mark.exhaustive) for name in FAMILIES for text in SOME
+        pytest.param(name, text, marks=pytest.mark.exhaustive) for name in DENSE for text in SOME
     ],
 )  # fmt: skip
 def test_losses_are_those_of_a_plain_loop_and_objects_survive(name: str, text: str) -> None:

@@ -3,6 +3,7 @@
     pipeline   parts of other stages become stand-ins            nn/own_stage.py
     tensor     weights are cut, linears sum, blocks gather       strategies/tensor/outside.py
     context    attention functions are replaced                  strategies/context/outside.py
+    expert     experts modules dispatch                          strategies/expert/outside.py
     data       as for every model: hooks on parts and parameters
 
 Its own weights are the initial ones.
@@ -19,14 +20,15 @@ from fivefold.core.plan import Plan
 from fivefold.engine import recompute
 from fivefold.engine.own_check import check_recompute, check_structure
 from fivefold.nn.own import find_parts, measure, own_rows
+from fivefold.nn.own_roles import roles_for
 from fivefold.nn.own_stage import OwnRoot, OwnStage
 from fivefold.nn.own_values import OwnValues
-from fivefold.nn.roles import roles_for
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
 from fivefold.strategies.context import outside as context
 from fivefold.strategies.context.rules import local_heads
+from fivefold.strategies.expert import outside as expert
 from fivefold.strategies.tensor import outside as tensor
 
 
@@ -73,6 +75,7 @@ class OwnModel:
             for name in self.parts.inside(layer, "attention")
         }
         context.apply(stage, self.module, attentions, mesh)
+        expert.apply(stage, mesh)
         recompute.apply(stage, self.spec, plan.execution.recomputed)
         for module in self.module.modules():
             for name, buffer in module.named_buffers(recurse=False):

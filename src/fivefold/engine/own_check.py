@@ -9,6 +9,9 @@ from fivefold.core.recompute import Recompute
 from fivefold.errors import ModelError
 from fivefold.nn.own import Parts, head_dim, linear
 
+CHANCE_NAMES = ("attention_dropout", "jitter_noise")
+"""Attributes with which modules of transformers use chance, beside nn.Dropout."""
+
 NEEDS = {
     "attention": ("q", "k", "v", "attention_output"),
     "mlp": ("up", "down"),
@@ -25,6 +28,11 @@ def check_structure(parts: Parts, layout: Layout) -> None:
         _check_layers(parts, asked, ("attention", "mlp"))
         _refuse_whole(parts, asked)
         _check_embedding(parts, asked)
+    if layout.etp > 1:
+        raise ModelError(
+            f"etp{layout.etp} does not fit {parts.kind}: experts of a module that is not ours are cut by experts only; "
+            f"use etp1"
+        )
     if layout.cp > 1:
         _check_layers(parts, f"cp{layout.cp}", ("attention",))
         if parts.positions_name is None:
@@ -45,16 +53,22 @@ def check_recompute(parts: Parts, recompute: Recompute) -> None:
 
 def _refuse_chance(parts: Parts) -> None:
     for name, module in parts.root.named_modules():
-        chance = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if module.training and isinstance(chance, float) and chance > 0:
-            raise ModelError(
-                f"{parts.kind}: {name} drops out with p = {chance}, which falls otherwise at every layout; set it to 0"
-            )
+        found = {attribute: getattr(module, attribute, 0.0) for attribute in CHANCE_NAMES}
+        found["p"] = module.p if isinstance(module, nn.Dropout) else 0.0
+        for attribute, chance in found.items():
+            if module.training and isinstance(chance, float) and chance > 0:
+                raise ModelError(
+                    f"{parts.kind}: {name} has {attribute} = {chance}, and chance falls otherwise at every layout; "
+                    f"set it to 0"
+                )
 
 
 def _check_layers(parts: Parts, asked: str, blocks: tuple[str, ...]) -> None:
     for layer in range(parts.layers):
+        routed = parts.inside(layer, "experts")
         for block in blocks:
+            if block == "mlp" and routed:
+                continue
             missing = [role for role in NEEDS[block] if linear(parts, layer, role) is None]
             where = parts.own_name(f"layers.{layer}")
             if missing or len(parts.inside(layer, block)) != 1:

@@ -48,7 +48,7 @@ def parallelize(
 
     The module's objects stay: its forward runs, with weights that are cut and with functions replaced from outside
     where ranks talk. Its weights are the initial ones, the same at every layout.
-    `roles`: name pattern of a module -> its role (see `fivefold.nn.roles`); None: found by the model's class.
+    `roles`: name pattern of a module -> its role (see `fivefold.nn.own_roles`); None: found by the model's class.
     `weights`: a folder of safetensors files, of which each rank reads its part; None: the values that the module has.
     `dtype`: of parameters and compute; None: the module's own. `micro_batch`, `global_batch`: in sequences.
     `recompute`: `full` or `full/k`: layers, or every k-th, keep only their input and are computed again in backward.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, buffers
-from fivefold.nn.moe import Router, Routing, count
+from fivefold.nn.moe import Router, Routing, chosen, count
 from fivefold.nn.roles import modules_with_role
 from fivefold.nn.router_losses import RouterLosses, load, updated_bias
 from fivefold.runtime.mesh import Mesh
@@ -64,6 +64,14 @@ class Routers:
             for name, router in modules_with_role(chunk, "router"):
                 assert isinstance(router, Router)
                 self.routers[int(name.split(".")[1])] = router
+        # A module that is not ours routes by itself: what its router chose is what its experts are called with.
+        self._others: set[int] = set()
+        for chunk in chunks.values():
+            for name, experts in modules_with_role(chunk, "experts"):
+                layer = int(name.split(".")[1])
+                if layer not in self.routers:
+                    self._others.add(layer)
+                    experts.register_forward_pre_hook(self._count(layer), with_kwargs=True)
         self._seen: dict[int, Tensor] = {}
         self._found: dict[int, LayerRouting] = {}
         for layer, router in self.routers.items():
@@ -83,9 +91,10 @@ class Routers:
     def begin(self, *, scale: float) -> None:
         """Before a step. `scale`: what its gradients are multiplied by."""
         self.counting = True
-        for layer, router in self.routers.items():
+        for layer in (*self.routers, *self._others):
             width = self.spec[layer].experts + len(NUMBERS)
             self._seen[layer] = torch.zeros(width, dtype=torch.float64, device=self.mesh.device.device)
+        for router in self.routers.values():
             if router.losses is not None:
                 router.losses.reset()
                 router.losses.per_sequence = 1.0 / self.plan.workload.global_batch
@@ -101,9 +110,9 @@ class Routers:
         table = torch.zeros(
             len(order), widest + len(NUMBERS), dtype=torch.float64, device=self.mesh.device.device
         )
-        for layer, router in self.routers.items():
-            seen, experts = self._seen[layer], self.spec[layer].experts
-            if router.losses is not None:
+        for layer, seen in self._seen.items():
+            router, experts = self.routers.get(layer), self.spec[layer].experts
+            if router is not None and router.losses is not None:
                 seen[-2], seen[-1] = router.losses.balance, router.losses.z
             row = table[order.index(layer)]
             row[:experts], row[widest:] = seen[:experts], seen[experts:]
@@ -157,6 +166,19 @@ class Routers:
     def _before(self, router: nn.Module, _inputs: Any) -> None:
         assert isinstance(router, Router)
         router.first_time = self.mesh.phase == "forward"
+
+    def _count(self, layer: int) -> Any:
+        experts = self.spec[layer].experts
+
+        @torch.no_grad()
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.counting and self.mesh.phase == "forward":
+                experts_TK, seen = chosen(args, kwargs), self._seen[layer]
+                seen[:experts] += count(experts_TK.flatten(), experts)
+                seen[experts] += len(experts_TK)
+                seen[experts + 2] = torch.nan  # its scores are not known
+
+        return hook
 
     def _keep(self, layer: int) -> Any:
         experts = self.spec[layer].experts

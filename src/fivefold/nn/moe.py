@@ -11,6 +11,7 @@ R = rows that experts compute (T*K without padding).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,12 @@ def count(experts: Tensor, number: int) -> Tensor:
     """How often each of `number` experts is in each row; `NOWHERE` is not counted. Shapes: [.., n] -> [.., number]."""
     places = experts.new_zeros(*experts.shape[:-1], number + 1)
     return places.scatter_add_(-1, experts % (number + 1), torch.ones_like(experts))[..., :number]
+
+
+def chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The experts [T, K] (int64) that an experts module is called with, among all its arguments."""
+    values = [*args, *kwargs.values()]
+    return next(x for x in values if isinstance(x, Tensor) and x.dtype == torch.int64)
 
 
 class Experts(nn.Module):

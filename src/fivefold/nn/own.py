@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.sharding import ParameterRow, Role
 from fivefold.core.workload import MOST_TOKENS
 from fivefold.errors import ModelError, nearest
-from fivefold.nn.roles import BLOCK_ROLES, LINEAR_ROLES, OWN_ROLES, role_of
+from fivefold.nn.own_roles import BLOCK_ROLES, LINEAR_ROLES, OWN_ROLES
+from fivefold.nn.roles import role_of
 
 POSITION_NAMES = ("position_ids", "positions")
 HEAD_DIM_NAMES = ("head_dim", "head_size", "d_head", "dim_head")
 HEADS_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 """Attributes of an attention module that tell how its features fall into heads."""
+TOP_K_NAMES = ("top_k", "num_experts_per_tok", "k")
+"""Attributes of a router, or of the block around it, that tell how many experts a token meets."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,10 @@ def find_parts(root: nn.Module, roles: Mapping[str, str]) -> Parts:
         )
     names |= {"norm": final[0]} if final else {}
     names["head"] = _only(root, "head", roles)
-    parts = Parts(root, names, dict(_roles_inside(root, names, roles)))
+    found = dict(_roles_inside(root, names, roles))
+    routed = {name.rpartition(".")[0] for name, role in found.items() if role == "experts"}
+    # Each rank routes its own tokens: a block around experts is not one that splits the work on shared tokens.
+    parts = Parts(root, names, {n: role for n, role in found.items() if role != "mlp" or n not in routed})
     _check_parameters(parts)
     return parts
 
@@ -175,14 +181,16 @@ def own_rows(parts: Parts) -> tuple[ParameterRow, ...]:
             if name == "head.weight" and parts.tied:
                 continue
             role, leaf = _row_role(parts, name), inner.rpartition(".")[2]
-            shape = tuple(parameter.shape)
-            rows.append(ParameterRow(name, role, shape, is_bias=leaf == "bias", init_name=name))
+            row = ParameterRow(name, role, tuple(parameter.shape), is_bias=leaf == "bias", init_name=name)
+            rows.append(replace(row, mesh="expert") if role == "expert_up" else row)
     return tuple(rows)
 
 
 def _row_role(parts: Parts, name: str) -> Role:
     owner = name.rpartition(".")[0]
     role = parts.roles[owner]
+    if role == "experts":
+        return "expert_up"  # as all stacks of experts, however many matrices one joins: cut by experts only
     # What is inside an attention or MLP comes after the point where tensor parallelism splits the work: each rank has
     # a part of its gradient, as of a norm on heads.
     return "head_norm" if role == "norm" and parts.block_of(owner) else role  # type: ignore[return-value]
@@ -254,12 +262,45 @@ def _block(parts: Parts, layer: int, hidden: int) -> BlockSpec:
             head_dim=size,
             qkv_bias=q.bias is not None,
         )
+    return BlockSpec(
+        attention=attention, mlp=_feed_forward(parts, layer, hidden, up, linears["gate"] is not None)
+    )
+
+
+def _feed_forward(
+    parts: Parts, layer: int, hidden: int, up: nn.Linear | None, gated: bool
+) -> MLPSpec | MoESpec:
+    if experts := parts.inside(layer, "experts"):
+        return _routed(parts, layer, experts[0], hidden, 0 if up is None else up.out_features)
     if up is not None:
-        mlp = MLPSpec(ffn=up.out_features, gated=linears["gate"] is not None, bias=up.bias is not None)
-    else:
-        held = sum(p.numel() for p in parts.module(f"layers.{layer}").parameters())
-        mlp = MLPSpec(ffn=max(1, (held - 4 * hidden**2) // (3 * hidden)))
-    return BlockSpec(attention=attention, mlp=mlp)
+        return MLPSpec(ffn=up.out_features, gated=gated, bias=up.bias is not None)
+    held = sum(p.numel() for p in parts.module(f"layers.{layer}").parameters())
+    return MLPSpec(ffn=max(1, (held - 4 * hidden**2) // (3 * hidden)))
+
+
+def _routed(parts: Parts, layer: int, name: str, hidden: int, shared: int) -> MoESpec:
+    stacks = list(parts.module(name).parameters())
+    own = parts.own_name(name)
+    if not stacks or {stack.ndim for stack in stacks} != {3} or len({len(stack) for stack in stacks}) != 1:
+        raise ModelError(
+            f"{parts.kind}: {own} has parameters of shapes {[list(stack.shape) for stack in stacks]}; experts are "
+            f"stacks of matrices, as many in each"
+        )
+    around = [parts.module(one) for one in parts.inside(layer, "router")] + [
+        parts.module(name.rpartition(".")[0])
+    ]
+    chosen = (getattr(module, attribute, None) for module in around for attribute in TOP_K_NAMES)
+    top_k = next((k for k in chosen if isinstance(k, int) and k > 0), None)
+    if top_k is None:
+        raise ModelError(
+            f"{parts.kind}: nothing around {own} tells how many experts a token meets; "
+            f"give its router an attribute top_k"
+        )
+    each = [stack[0].numel() for stack in stacks]
+    return MoESpec(
+        experts=len(stacks[0]), top_k=top_k, ffn=max(1, min(each) // hidden), gated=sum(each) > 2 * min(each),
+        shared_ffn=shared,
+    )  # fmt: skip
 
 
 def head_dim(parts: Parts, layer: int) -> int | None:

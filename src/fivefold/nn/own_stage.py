@@ -124,6 +124,8 @@ class OwnStage(nn.Module):
     def __init__(self, root: OwnRoot, layers: range, *, first: bool, last: bool) -> None:
         super().__init__()
         self._root = root
+        # Its routers are of its own making: nothing may take them for ours.
+        self.roles = {name: role for name, role in root.parts.roles.items() if role != "router"}
         self.embedding = root.take("embedding") if first else None
         self.positions = root.take("positions") if first and "positions" in root.parts.names else None
         self.layers = nn.ModuleDict({str(i): root.take(f"layers.{i}") for i in layers})

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.core.plan import Plan
 from fivefold.engine.engine import Engine
-from fivefold.nn.moe import Router, Routing, count
+from fivefold.nn.moe import Router, chosen, count
 from fivefold.nn.roles import modules_with_role
 from fivefold.strategies import compose
 from fivefold.strategies.expert.rules import Counts, routed_layers
@@ -50,26 +50,40 @@ class watching_routes:
                 self.undo.append(router.register_forward_hook(self._keep(name)).remove)
                 router.choose = self._choosing(name, router.choose)  # type: ignore[method-assign, assignment]
                 self.undo.append(partial(delattr, router, "choose"))
+            self._watch_others(module)
         return self
 
     def __exit__(self, *_: Any) -> None:
         for undo in self.undo:
             undo()
 
+    def _watch_others(self, chunk: nn.Module) -> None:
+        """The choices of routers that are not ours: what experts are called with. They are not replayed."""
+        for name, experts in modules_with_role(chunk, "experts"):
+            router = router_name(int(name.split(".")[1]))
+            if router not in self.experts:
+                self.experts[router] = {}
+                keep = self._kept(router)
+                hook = partial(_called, keep)
+                self.undo.append(experts.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
     def _keep(self, name: str) -> Any:
-        layer = int(name.split(".")[1])
+        kept = self._kept(name)
+        return lambda _module, _inputs, routing: kept(routing.experts_TK)
+
+    def _kept(self, name: str) -> Callable[[Tensor], None]:
+        layer, rows = int(name.split(".")[1]), self.engine.plan.execution.micro_batch
         number = routed_layers(self.engine.plan.model)[layer].experts
 
         @torch.no_grad()
-        def hook(_module: Any, inputs: Any, routing: Routing) -> None:
+        def keep(experts_TK: Tensor) -> None:
             if self.engine.mesh.phase != "forward":  # a layer is computed again
                 return
-            experts_TK = routing.experts_TK
             microbatch = self.engine.pipeline.now.microbatch
             self.routed.setdefault(layer, {})[microbatch] = count(experts_TK.flatten(), number).tolist()
-            self.experts[name][microbatch] = _sorted(experts_TK, len(inputs[0]))
+            self.experts[name][microbatch] = _sorted(experts_TK, rows)
 
-        return hook
+        return keep
 
     def _choosing(self, name: str, choose: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """What stands for `Router.choose`: it, or what was chosen for the same microbatch, rows and places."""
@@ -108,6 +122,17 @@ class Whole(Protocol):
 
 CHOICES = "choices"
 """The quantity that `replay` takes; not judged."""
+
+
+def router_name(layer: int) -> str:
+    """What a layer's router is called, in all that is seen of it."""
+    return f"layers.{layer}.mlp.router"
+
+
+def _called(
+    keep: Callable[[Tensor], None], _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    keep(chosen(args, kwargs))
 
 
 def where(engine: Engine, microbatch: int) -> list[tuple[slice, slice]]:

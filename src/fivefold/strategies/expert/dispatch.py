@@ -18,6 +18,7 @@ Shape letters: T tokens of a rank, K choices of a token, D hidden, E experts, e 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,27 +86,34 @@ class DispatchedExperts(Experts):
         return _Deferring.apply(x_RD, weight, counts_E, self._cut.deferred)  # type: ignore[no-any-return]
 
     def _exchanged(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The weighted sum of what the chosen experts make of each token, or this etp rank's part of it."""
-        ep = self._cut.ep
-        route = self._route(experts_TK)
-        rows_RD = x_TD[route.order_R // experts_TK.shape[1]]
-        if route.slots_R is not None:
-            rows_RD = x_TD.new_zeros(sum(route.sends), x_TD.shape[1]).index_copy(0, route.slots_R, rows_RD)
-        rows_RD = exchange(rows_RD, ep, route.sends, route.receives)
-        if route.by_expert_R is None:
-            rows_RD = self.compute(rows_RD, route.counts_E)
-        else:
-            sorted_RD = self.compute(rows_RD[route.by_expert_R], route.counts_E)
-            rows_RD = torch.empty_like(sorted_RD).index_copy(0, route.by_expert_R, sorted_RD)
-        rows_RD = exchange(rows_RD, ep, route.receives, route.sends)
-        rows_RD = rows_RD if route.slots_R is None else rows_RD[route.slots_R]
-        return combine(rows_RD, route.order_R, weights_TK)
+        return exchanged(x_TD, weights_TK, self._route(experts_TK), self._cut.ep, self.compute)
 
     def _route(self, experts_TK: Tensor) -> Route:
         ep, padded, here = self._cut.ep, self._cut.padded, self.gate.shape[0]
         if padded is None or ep.degree == 1:
             return find_route(experts_TK, here, ep)
         return padded_route(experts_TK, here, ep, experts_TK.shape[0] // padded.tokens * padded.capacity)
+
+
+def exchanged(
+    x_TD: Tensor, weights_TK: Tensor, route: Route, ep: Axis, compute: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """The weighted sum of what the chosen experts make of each token, or this etp rank's part of it.
+
+    `compute`: rows [R, D] sorted by expert, and how many each expert of this rank has [e] -> [R, D].
+    """
+    rows_RD = x_TD[route.order_R // weights_TK.shape[1]]
+    if route.slots_R is not None:
+        rows_RD = x_TD.new_zeros(sum(route.sends), x_TD.shape[1]).index_copy(0, route.slots_R, rows_RD)
+    rows_RD = exchange(rows_RD, ep, route.sends, route.receives)
+    if route.by_expert_R is None:
+        rows_RD = compute(rows_RD, route.counts_E)
+    else:
+        sorted_RD = compute(rows_RD[route.by_expert_R], route.counts_E)
+        rows_RD = torch.empty_like(sorted_RD).index_copy(0, route.by_expert_R, sorted_RD)
+    rows_RD = exchange(rows_RD, ep, route.receives, route.sends)
+    rows_RD = rows_RD if route.slots_R is None else rows_RD[route.slots_R]
+    return combine(rows_RD, route.order_R, weights_TK)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fivefold.errors import ModelError
-from fivefold.nn.roles import BLOCK_ROLES
+from fivefold.nn.own_roles import BLOCK_ROLES
 from fivefold.runtime.collectives import all_gather, broadcast_input
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh

@@ -69,6 +69,7 @@ class TinyGPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.last_norm, self.to_logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.to_logits.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         # 3: the places of the tokens are an argument, as a rank may have some tokens of a sequence only.

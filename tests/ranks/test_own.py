@@ -168,7 +168,7 @@ def test_user_mistakes() -> None:
         fivefold.parallelize(make("llama"), "pp5", seq_len=SEQ_LEN, global_batch=BATCH)
     with pytest.raises(ModelError, match="no table of roles is known for TinyGPT"):
         fivefold.parallelize(example().make_model(), "dp2", seq_len=SEQ_LEN, global_batch=BATCH)
-    with pytest.raises(ModelError, match=r"model.layers.0.self_attn drops out with p = 0.1"):
+    with pytest.raises(ModelError, match=r"model.layers.0.self_attn has attention_dropout = 0.1"):
         fivefold.parallelize(make("llama", attention_dropout=0.1), "tp2", seq_len=SEQ_LEN, global_batch=BATCH)
     parallel = fivefold.parallelize(make("llama"), "dp1", seq_len=SEQ_LEN, global_batch=BATCH)
     with pytest.raises(WorkloadError, match=r"tokens of shape \[8, 15\]: data rank 0 of dp1 takes \[8, 16\]"):

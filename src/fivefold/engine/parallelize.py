@@ -43,6 +43,7 @@ def parallelize(
     dtype: str | None = None,
     optimizer: OptimizerConfig | None = None,
     recompute: str = "none",
+    device: str = "auto",
 ) -> Parallel:
     """Cut a module over the ranks of this job, each of which calls this with the same module and arguments.
 
@@ -52,6 +53,7 @@ def parallelize(
     `weights`: a folder of safetensors files, of which each rank reads its part; None: the values that the module has.
     `dtype`: of parameters and compute; None: the module's own. `micro_batch`, `global_batch`: in sequences.
     `recompute`: `full` or `full/k`: layers, or every k-th, keep only their input and are computed again in backward.
+    `device`: `auto` is the current accelerator, or the CPU where there is none or ranks talk through gloo.
 
     Comm:   process groups are made (phase setup); none of the weights.
     Raises: LayoutError, WorkloadError or ModelError, before the module is changed, for what cannot be cut so: the
@@ -72,8 +74,8 @@ def parallelize(
         ),
     )
     own.check(plan)
-    rank, device = _this_rank(layout)
-    engine = Engine(plan, Mesh(layout, rank, device), seed=0, weights=own.values, model=own)
+    rank, here = _this_rank(layout, device)
+    engine = Engine(plan, Mesh(layout, rank, here), seed=0, weights=own.values, model=own)
     own.let_go()
     return Parallel(model, engine)
 
@@ -145,11 +147,11 @@ def _dtype_of(model: nn.Module) -> str:
     return found[0]
 
 
-def _this_rank(layout: Layout) -> tuple[int, Device]:
+def _this_rank(layout: Layout, device: str) -> tuple[int, Device]:
     """(global rank, device) of this process. Raises: LaunchError where the job has other ranks than the layout."""
     if not dist.is_initialized():
         if layout.world_size == 1:
-            return 0, select_device(device_kind(), 0, 1)
+            return 0, select_device(device_kind(device), 0, 1)
         raise LaunchError(
             f"{layout} has {layout.world_size} ranks, this process is alone; start them with torchrun and call "
             f"torch.distributed.init_process_group, or use fivefold.run_ranks"
@@ -159,6 +161,7 @@ def _this_rank(layout: Layout) -> tuple[int, Device]:
         raise LaunchError(
             f"{layout} has {layout.world_size} ranks, this job has {ranks}; start as many, or change it"
         )
-    if dist.get_backend() == "gloo":
+    kind = device_kind(device)
+    if kind == "cpu" or dist.get_backend() == "gloo":
         return dist.get_rank(), Device(torch.device("cpu"))
-    return dist.get_rank(), Device(torch.device(device_kind(), torch.accelerator.current_device_index()))
+    return dist.get_rank(), Device(torch.device(kind, torch.accelerator.current_device_index()))

@@ -36,7 +36,8 @@ class LayerRouting:
     dropped: int
     """Choices beyond an expert's capacity."""
     entropy: float
-    """Of a token's scores, the mean over tokens, in nats; log E where all experts are alike."""
+    """Of a token's scores, the mean over tokens, in nats; log E where all experts are alike.
+    0 for a module that is not ours, whose scores are not known."""
     balance: float
     """The balance loss, without its coefficient; 0 where none is asked for."""
     z: float
@@ -176,7 +177,6 @@ class Routers:
                 experts_TK, seen = chosen(args, kwargs), self._seen[layer]
                 seen[:experts] += count(experts_TK.flatten(), experts)
                 seen[experts] += len(experts_TK)
-                seen[experts + 2] = torch.nan  # its scores are not known
 
         return hook
 

@@ -167,6 +167,59 @@ def test_tables_that_do_not_fit(roles: dict[str, str], said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose, self.stacks = nn.Linear(D, 6), Stacks()
+        self.top_k = 2
+
+
+class Stacks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(6, 10, D)), nn.Parameter(torch.zeros(6, D, 5))
+
+
+ROUTED = {**SPLIT, "h.*.ff": "mlp", "h.*.ff.choose": "router", "h.*.ff.stacks": "experts"}
+
+
+def routed() -> Other:
+    model = Other()
+    model.h[1].ff = Routed()  # type: ignore[union-attr]
+    return model
+
+
+def test_experts_are_measured_and_cut_by_experts() -> None:
+    found = find_parts(routed(), ROUTED)
+    mlp = measure(found).blocks[1].mlp
+    assert mlp.kind == "moe"
+    assert (mlp.experts, mlp.top_k, mlp.ffn, mlp.gated) == (6, 2, 5, True)
+    assert "layers.1.ff" not in found.roles  # its tokens are not those of all tp ranks
+    rows = {row.name: (row.role, row.mesh) for row in own_rows(found)}
+    assert rows["layers.1.ff.stacks.a"] == rows["layers.1.ff.stacks.b"] == ("expert_up", "expert")
+    assert rows["layers.1.ff.choose.weight"] == ("router", "dense")
+    assert measure(found).blocks[0].mlp.kind == "dense"
+
+
+def test_experts_that_cannot_be_measured() -> None:
+    model = routed()
+    del model.h[1].ff.top_k  # type: ignore[union-attr]
+    with pytest.raises(
+        ModelError, match=r"nothing around h.1.ff.stacks tells how many experts a token meets"
+    ):
+        measure(find_parts(model, ROUTED))
+    model = routed()
+    model.h[1].ff.stacks.b = nn.Parameter(torch.zeros(5, D, 5))  # type: ignore[union-attr]
+    with pytest.raises(
+        ModelError, match=r"h.1.ff.stacks has parameters of shapes \[\[6, 10, 12\], \[5, 12, 5\]\]"
+    ):
+        measure(find_parts(model, ROUTED))
+    with pytest.raises(
+        ModelError, match=r"etp2 does not fit Other: experts .* are cut by experts only; use etp1"
+    ):
+        check_structure(find_parts(routed(), ROUTED), Layout.parse("dp2 etp2"))
+
+
 def test_parameters_that_cannot_be_handled() -> None:
     model = Other()
     model.h[1].wide.weight = model.h[0].wide.weight  # type: ignore[union-attr]
@@ -196,7 +249,7 @@ def test_structures_that_cannot_be_cut(roles: dict[str, str], text: str, said: s
 def test_chance_is_refused_where_there_are_ranks() -> None:
     found = parts(end=nn.Sequential(nn.Dropout(0.5)))
     check_structure(found, Layout())
-    with pytest.raises(ModelError, match=r"end.0 drops out with p = 0.5"):
+    with pytest.raises(ModelError, match=r"end.0 has p = 0.5, and chance falls otherwise"):
         check_structure(found, Layout.parse("dp2"))
 
 

@@ -35,7 +35,7 @@ EXPERTS = [
     "dp2 tp2 pp2 ep2", "dp4 ep2 zero1", "dp2 pp2:zbv ep2", "dp2 tp2 cp2 ep2",
 ]  # fmt: skip
 
-FAST = {"dp2 zero3", "tp2 cp2", "dp2 tp2 pp2"}
+FAST = {"dp2 zero3", "tp2 cp2"}
 
 
 def layouts(fast: set[str]) -> list[Any]:

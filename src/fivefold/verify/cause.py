@@ -81,7 +81,8 @@ def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
 
 def _plainer(layout: Layout, axes: Collection[str]) -> Iterator[tuple[str, Layout]]:
     """The layout with one option of these axes at its plainest, and what that option is then."""
-    if "tp" in axes and layout.sp:
+    alone = layout.ep * layout.etp == 1 or layout.etp == layout.tp  # else experts need sequence parallelism
+    if "tp" in axes and layout.sp and alone:
         yield "nosp", layout.replace(sp=False)
     if "cp" in axes and layout.cp_method != "gather":
         yield "gather", layout.replace(cp_method="gather")

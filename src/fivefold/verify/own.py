@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fivefold.core.layout import Layout
+from fivefold.core.router import RouterConfig
 from fivefold.engine.own import OwnModel
 from fivefold.errors import ConfigError
 from fivefold.runtime.device import check_device_count, device_kind
@@ -41,7 +42,9 @@ def verify_model(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_device_count(device_kind(device), layout.world_size)
     own = OwnModel(model, roles)
-    plan, one = common_plans(own.spec, layout, Layout(), dtype, check=own.check, recompute=recompute)
+    plan, one = common_plans(
+        own.spec, layout, Layout(), dtype, check=own.check, recompute=recompute, router=RouterConfig()
+    )
     shaken = _shaken(model)
     reference = Reference(
         one, steps=steps, seed=0, device=device, make_own=lambda: OwnModel(copy.deepcopy(shaken), roles)

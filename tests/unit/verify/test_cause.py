@@ -252,6 +252,7 @@ def test_communication_is_told_beside_numbers() -> None:
             "axis dp: with dp = 1 the difference is gone, and so it is with zero1 without groups or zero0",
         ),
         ("dp2 zero1", lambda cut: cut.dp > 1, "axis dp: with dp = 1 the difference is gone"),
+        ("tp2 ep2", lambda cut: cut.tp > 1, "axis tp: with tp = 1 the difference is gone"),
     ],
 )
 def test_the_guilty_option(text: str, fails: Callable[[Layout], bool], said: str) -> None:

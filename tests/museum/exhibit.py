@@ -52,6 +52,8 @@ class Fault:
     documents: bool
     overflow: bool
     """It acts on a loss scale: one step overflows, and the layout compared with has no scale."""
+    recompute: str
+    """What the layout computes again in backward."""
     late: bool
     """It acts from the second step on: the first is right in everything."""
     quick: bool
@@ -76,6 +78,7 @@ def exhibit(
     spec: ModelSpec = SMALL,
     documents: bool = False,
     overflow: bool = False,
+    recompute: str = "none",
     late: bool = False,
     quick: bool = False,
 ) -> Callable[[Plant], Fault]:
@@ -84,7 +87,7 @@ def exhibit(
     def made(plant: Plant) -> Fault:
         return Fault(
             plant=plant, seen_in=seen_in, layout=layout, elsewhere=elsewhere, words=words, loss_sees=loss_sees,
-            spec=spec, documents=documents, overflow=overflow, late=late, quick=quick,
+            spec=spec, documents=documents, overflow=overflow, recompute=recompute, late=late, quick=quick,
         )  # fmt: skip
 
     return made

@@ -11,6 +11,7 @@ from . import (
     optimizer_faults,
     pipeline_faults,
     precision_faults,
+    recompute_faults,
     tensor_faults,
 )
 from .exhibit import Fault
@@ -22,6 +23,7 @@ ROOMS: dict[str, ModuleType] = {
     "Tensor parallelism": tensor_faults,
     "Pipeline parallelism": pipeline_faults,
     "Context parallelism": context_faults,
+    "Recompute": recompute_faults,
     "Weights and data at the start, counters": input_faults,
 }
 

@@ -37,6 +37,7 @@ def plan_of(text: str, fault: Fault, steps: int) -> tuple[Plan, Reference]:
         "float64",
         documents=fault.documents,
         overflow=fault.overflow,
+        recompute=fault.recompute,
     )
     wanted = one, steps, fault.overflow
     known = next((r for r in _references if (r.plan, r.steps, r.overflow) == wanted), None)
@@ -80,7 +81,7 @@ def test_a_fault_is_caught_elsewhere(monkeypatch: Patch, fault: Fault) -> None:
     said_of(one.judge(plan, find_axis=False))
 
 
-Case = tuple[str, ModelSpec, bool, bool]
+Case = tuple[str, ModelSpec, bool, bool, str]
 
 
 def cases(faults: list[Fault], *, both: bool) -> dict[Case, Fault]:
@@ -88,7 +89,8 @@ def cases(faults: list[Fault], *, both: bool) -> dict[Case, Fault]:
     found: dict[Case, Fault] = {}
     for fault in faults:
         for text in (fault.layout, fault.elsewhere) if both else (fault.layout,):
-            found.setdefault((text, fault.spec, fault.documents, fault.overflow), fault)
+            case = text, fault.spec, fault.documents, fault.overflow, fault.recompute
+            found.setdefault(case, fault)
     return found
 
 
@@ -97,8 +99,9 @@ QUICK = cases([fault for fault in FAULTS if fault.quick], both=False).keys()
 
 
 def shown(case: Case) -> str:
-    text, spec, documents, overflow = case
-    return f"{spec.name} {text}{' documents' * documents}{' overflow' * overflow}"
+    text, spec, documents, overflow, recompute = case
+    options = " documents" * documents + " overflow" * overflow
+    return f"{spec.name} {text}{options}{f' recompute={recompute}' if recompute != 'none' else ''}"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def plan_of(spec: ModelSpec, text: str, dtype: DType, recompute: str = "none") -
     return Plan(
         model=spec,
         cluster=Cluster.parse("cpu"),
-        workload=Workload(seq_len=SEQ_LEN, global_batch=ROWS),
+        workload=Workload(seq_len=SEQ_LEN, global_batch=ROWS * Layout.parse(text).dp),
         layout=Layout.parse(text),
         execution=Execution(micro_batch=ROWS, dtype=dtype, recompute=recompute),
     )
@@ -140,11 +140,9 @@ MODES = ("none", "attention", "mlp", "attention+mlp", "full", "full/2", "mlp/2")
     some_of(
         product(MODES, CUTS, DTYPES),
         {
-            ("none", "tp2", "bfloat16"),
             ("attention", "tp2", "float32"),
             ("mlp/2", "tp2 nosp", "bfloat16"),
             ("attention+mlp", "dp1", "bfloat16"),
-            ("full", "tp2", "bfloat16"),
             ("full/2", "dp1", "float64"),
         },
     ),
@@ -152,6 +150,20 @@ MODES = ("none", "attention", "mlp", "attention+mlp", "full", "full/2", "mlp/2")
 def test_formula_equals_what_lives(recompute: str, text: str, dtype: DType) -> None:
     """Every layer but the last, of a model with windows, biases and q/k norms in some of them."""
     plan = plan_of(preset("tiny-uneven"), text, dtype, recompute)
+    expected = [formula(plan, layer) for layer in range(plan.model.layers - 1)]
+    found = run_ranks(lives, plan, ranks=plan.layout.world_size, device="cpu")
+    assert found == [expected] * plan.layout.world_size
+
+
+@pytest.mark.parametrize(
+    ("recompute", "text"),
+    some_of(
+        product(("moe", "attention+moe", "full"), ("dp1", "tp2 ep2", "tp2 etp2 nosp", "dp2 ep2")),
+        {("moe", "dp1")},
+    ),
+)
+def test_a_recomputed_mixture_of_experts_keeps_its_input(recompute: str, text: str) -> None:
+    plan = plan_of(preset("tiny-moe"), text, "float32", recompute)
     expected = [formula(plan, layer) for layer in range(plan.model.layers - 1)]
     found = run_ranks(lives, plan, ranks=plan.layout.world_size, device="cpu")
     assert found == [expected] * plan.layout.world_size

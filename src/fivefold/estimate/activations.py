@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from fivefold.core.execution import ITEMSIZE_BYTES, DType
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import BlockSpec, plain_parts
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec
 from fivefold.core.recompute import Regions
 
 
@@ -59,27 +59,35 @@ def layer_saved_bytes(
     recompute is there as well: that of one region at a time, with a zero-bubble schedule until its W.
 
     Formula: see the head of this file. What all layers share (rotary angles) and the parameters are not counted.
-    Raises: ModelError for a block that is not plain GQA with a dense MLP.
+    What is not recomputed must be plain GQA, or a dense MLP.
     """
-    attention, mlp = plain_parts(block)
     x = ITEMSIZE_BYTES[dtype]
     wide = max(x, ITEMSIZE_BYTES["float32"])
-    tp = layout.tp
     tokens = micro_batch * seq_len
-    mine = tokens // tp if layout.sequence_parallel else tokens
-    heads, kv_heads = attention.heads // tp, max(1, attention.kv_heads // tp)
-    norm = (2 * mine * hidden + mine) * wide
-    head_norms = (2 * attention.head_dim + 1) * tokens * (heads + kv_heads) * wide if attention.qk_norm else 0
-    core = 2 * tokens * (heads + kv_heads) * attention.head_dim * x + tokens * heads * wide
-    if attention.window is not None and attention.window < seq_len:
-        core += seq_len * seq_len * x
-    width = (4 if mlp.gated else 2) * tokens * (mlp.ffn // tp) * x
-    keeps_attention = {"layer", "attention"}.isdisjoint(recomputed)
-    keeps_mlp = {"layer", "mlp"}.isdisjoint(recomputed)
-    return SavedBytes(
-        norms=keeps_attention * (norm + head_norms) + keeps_mlp * norm,
-        projections=(keeps_attention + keeps_mlp) * mine * hidden * x,
-        attention=keeps_attention * core,
-        mlp=keeps_mlp * width,
-        inputs=len(recomputed) * mine * hidden * x,
-    )
+    mine = tokens // layout.tp if layout.sequence_parallel else tokens
+    norms = projections = core = width = 0
+    for part in _kept_parts(block, recomputed):
+        norms += (2 * mine * hidden + mine) * wide
+        projections += mine * hidden * x
+        if isinstance(part, MLPSpec):
+            width = (4 if part.gated else 2) * tokens * (part.ffn // layout.tp) * x
+            continue
+        heads = part.heads // layout.tp + max(1, part.kv_heads // layout.tp)
+        norms += (2 * part.head_dim + 1) * tokens * heads * wide if part.qk_norm else 0
+        core = 2 * tokens * heads * part.head_dim * x + tokens * (part.heads // layout.tp) * wide
+        if part.window is not None and part.window < seq_len:
+            core += seq_len * seq_len * x
+    inputs = len(recomputed) * mine * hidden * x
+    return SavedBytes(norms=norms, projections=projections, attention=core, mlp=width, inputs=inputs)
+
+
+def _kept_parts(block: BlockSpec, recomputed: Regions) -> list[AttentionSpec | MLPSpec]:
+    """The parts of a layer whose activations stay."""
+    parts: list[AttentionSpec | MLPSpec] = []
+    if {"layer", "attention"}.isdisjoint(recomputed):
+        assert isinstance(block.attention, AttentionSpec)
+        parts.append(block.attention)
+    if {"layer", "mlp", "moe"}.isdisjoint(recomputed):
+        assert isinstance(block.mlp, MLPSpec)
+        parts.append(block.mlp)
+    return parts

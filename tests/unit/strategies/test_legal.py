@@ -14,9 +14,19 @@ from fivefold.cli.layouts import command
 from fivefold.core.cluster import Cluster
 from fivefold.core.execution import Execution
 from fivefold.core.layout import Layout
+from fivefold.core.model_spec import MoESpec
 from fivefold.core.plan import Plan
+from fivefold.core.recompute import Recompute, check
 from fivefold.core.workload import Workload
-from fivefold.strategies.legal import covering, legal_layouts, shapes, traits, why_not
+from fivefold.strategies.legal import (
+    covering,
+    legal_layouts,
+    recompute_options,
+    shapes,
+    traits,
+    why_not,
+    with_recompute,
+)
 from fivefold.strategies.pipeline import placement
 
 SPEC = preset("tiny-uneven")
@@ -121,3 +131,29 @@ def test_the_length_of_its_own_choice_forbids_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     why = ["-m", str(tmp_path), "--why", "cp3"]
     assert CliRunner().invoke(command, why, standalone_mode=False).return_value == 0
+
+
+def test_each_form_of_recompute_meets_each_trait_in_few_more_cases() -> None:
+    layouts = covering([layout for ranks in (2, 4, 8) for layout in legal_layouts(SPEC, ranks, make)])
+    options = recompute_options(SPEC)
+    assert options == ["none", "attention", "mlp", "attention+mlp", "full", "full/2"]
+    cases = with_recompute(layouts, options)
+    met = {(case.recompute, trait) for case in cases for trait in traits(case.layout)}
+    assert met == {(option, trait) for option in options for layout in layouts for trait in traits(layout)}
+    assert set(layouts) == {case.layout for case in cases}
+    assert len(set(map(str, cases))) == len(cases) < 1.5 * len(layouts)
+    assert with_recompute(layouts, options) == cases, "the same each time"
+    assert [case.layout.world_size for case in cases] == sorted(case.layout.world_size for case in cases)
+    assert list(map(str, with_recompute(layouts[:2], ["none"]))) == list(map(str, layouts[:2]))
+
+
+def test_forms_of_recompute_are_those_that_the_model_allows() -> None:
+    routed = MoESpec(experts=4, top_k=2, ffn=8)
+    all_routed = SPEC.replace(blocks=tuple(block.replace(mlp=routed) for block in SPEC.blocks))
+    assert recompute_options(all_routed) == ["none", "attention", "moe", "attention+moe", "full", "full/2"]
+    mixed = SPEC.replace(blocks=(SPEC.blocks[0], *all_routed.blocks[1:]))
+    assert len(recompute_options(mixed)) == 2**3 + 2
+    assert recompute_options(SPEC.replace(blocks=SPEC.blocks[:1]))[-1] == "full"
+    for spec in (SPEC, all_routed, mixed):
+        for option in recompute_options(spec):
+            check(Recompute.parse(option), spec)

@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from fivefold.plan.residual import Matrix
 
 NUDGE = 1e-3
-HUBER = 2.0
+HUBER = 3.0
 """Runs whose error is more standard deviations than this lose weight."""
 LEAST_WEIGHT = 0.02
 LONGEST_STEP = 0.5
 STEPS = 8
 NOISES = (0.01, 0.02, 0.04, 0.08)
-LOCALS = (0.04, 0.08, 0.16)
-MODELS = (0.04, 0.08)
+KERNELS = (0.04, 0.08, 0.16)
+LAYOUTS = (0.03, 0.08)
+SURE = 0.4
+"""How sure the usual scales are: standard deviation of the logarithm of each."""
 TRIED_RUNS = 300
 """Scales are chosen on so many runs at most."""
 TENTH = 1.2816
@@ -173,7 +175,7 @@ def predict(jobs: Jobs, fitted: Fit) -> tuple[Column, Column]:
         variance = variance + unknown**2 @ np.array(
             [fitted.coefficients.prior_spread(key) ** 2 for key in others]
         )
-    close = nearness(here, fitted.at)[0].max(axis=1, initial=0.0)
+    close = nearness(here, fitted.at).max(axis=1, initial=0.0)
     widen = close * fitted.near + (1 - close) * fitted.far
     return base + shared @ fitted.solved, widen * np.sqrt(np.maximum(variance, 1e-8))
 
@@ -265,7 +267,7 @@ class _Problem:
 
         rows = np.linspace(0, len(self.log_s) - 1, min(TRIED_RUNS, len(self.log_s))).astype(int)
         errors, J = self._errors(rows)
-        at = Places(self.at.stack[rows], self.at.model[rows], self.at.layout[rows])
+        at = self.at.take(rows)
         by_coefficients = (J * self.believed) @ J.T
 
         def score(scales: Scales) -> float:
@@ -274,9 +276,10 @@ class _Problem:
             own = np.diag(inverse)
             unit = inverse @ errors / np.sqrt(own)
             robust = np.where(np.abs(unit) < HUBER, unit**2 / 2, HUBER * np.abs(unit) - HUBER**2 / 2)
-            return float((np.log(own) / 2 - robust).sum())
+            usual = [getattr(scales, name) / getattr(Scales(), name) for name in ("noise", "kernels", "layout")]
+            return float((np.log(own) / 2 - robust).sum() - (np.log(usual) ** 2).sum() / (2 * SURE**2))
 
-        tried = [Scales(noise=n, local=a, model=m) for n, a, m in product(NOISES, LOCALS, MODELS)]
+        tried = [Scales(noise=n, kernels=k, layout=a) for n, k, a in product(NOISES, KERNELS, LAYOUTS)]
         return max(tried, key=score)
 
     def left_out(self, fitted: Fit) -> tuple[float, float, float]:

@@ -1,9 +1,11 @@
 """The local correction: what a measured run says of runs like it, beyond the coefficients. A Gaussian process.
 
 The logarithm of measured over predicted time is taken as a sum of three parts: one that all runs of a framework on a
-device family share, one that runs of like models share, and one that runs of like models and layouts share; and noise:
+device family share, one that runs of like models share, one that runs with like kernels share (their shapes follow from
+the model, tp, micro-batch and sequence), and one that runs of like layouts share besides; and noise:
 
-    k(a, b) = [same framework and family] (stack^2 + model^2 r(d_model) + local^2 r(d_all)) + [a is b] noise^2
+    k(a, b) = [same framework and family] (stack^2 + model^2 r(d_model) + kernels^2 r(d_kernels) + layout^2 r(d_all))
+              + [a is b] noise^2
     r(d) = (1 + d) exp(-d)
 
 Source: Rasmussen and Williams 2006, "Gaussian Processes for Machine Learning", equation 4.17 (Matern, 3/2).
@@ -27,13 +29,16 @@ MODEL = {
     "latent": 1.0,
 }  # fmt: skip
 """Size of a model -> octaves of it that count as a distance of one."""
-LAYOUT = {
-    "tp": 1.5, "pp": 2.0, "dp": 4.0, "cp": 1.5, "ep": 2.0, "etp": 1.5, "sharded": 1.0, "chunks": 2.0, "bubble": 1.5,
-    "micro_batch": 2.0, "microbatches": 3.0, "seq_len": 1.5, "tokens": 1.5, "bits": 0.5, "scaling": 1.0,
-    "recompute": 0.7, "core": 1.0, "peak": 0.3, "memory": 0.3, "network": 1.0, "odd_head": 0.3, "slow_softmax": 0.7,
-    "frozen": 0.5, "sequence_parallel": 1.0, "release": 0.5,
+KERNELS = {
+    "tp": 0.7, "cp": 1.0, "etp": 1.0, "ep": 2.0, "micro_batch": 0.7, "seq_len": 1.0, "bits": 0.5, "scaling": 1.0,
+    "peak": 0.3, "memory": 0.3, "odd_head": 0.3, "slow_softmax": 0.7, "frozen": 0.5, "recompute": 0.7, "core": 1.0,
 }  # fmt: skip
-"""The same of how a job is cut and run; of `release` years, of the rest whether or how much."""
+"""The same of what shapes and kinds of kernels follow from, beside the model; of some, whether or how much."""
+LAYOUT = {
+    "pp": 3.0, "dp": 6.0, "sharded": 1.0, "chunks": 2.0, "bubble": 1.5, "microbatches": 6.0, "network": 1.0,
+    "sequence_parallel": 1.0, "release": 0.5,
+}  # fmt: skip
+"""The same of how kernels are strung together; of `release` years."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,15 @@ class Scales:
     """Standard deviations of the parts, in logarithms: 0.05 is about 5 %."""
 
     stack: float = 0.06
-    model: float = 0.06
-    local: float = 0.08
-    noise: float = 0.02
+    model: float = 0.05
+    kernels: float = 0.16
+    layout: float = 0.03
+    noise: float = 0.015
 
     @property
     def variance(self) -> float:
         """Of all parts without the noise."""
-        return self.stack**2 + self.model**2 + self.local**2
+        return self.stack**2 + self.model**2 + self.kernels**2 + self.layout**2
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,14 @@ class Places:
 
     stack: NDArray[np.str_]
     model: Matrix
+    kernels: Matrix
     layout: Matrix
 
     def __len__(self) -> int:
         return len(self.stack)
+
+    def take(self, rows: Any) -> Places:
+        return Places(self.stack[rows], self.model[rows], self.kernels[rows], self.layout[rows])
 
 
 def places(jobs: Jobs) -> Places:
@@ -88,8 +98,7 @@ def places(jobs: Jobs) -> Places:
         "top_k": octaves(size("top_k") + 1), "vocab": octaves(jobs.vocab), "latent": 1.0 * (size("kv_rank") > 0),
         **{
             name: octaves(getattr(jobs, name))
-            for name in ("tp", "pp", "dp", "cp", "ep", "etp", "chunks", "micro_batch", "microbatches", "seq_len",
-                         "tokens", "bits")
+            for name in ("tp", "pp", "dp", "cp", "ep", "etp", "chunks", "micro_batch", "microbatches", "seq_len", "bits")
         },
         "sharded": np.where(jobs.zero == 3, 1.0, np.where(jobs.zero == 0, 0.3, 0.0)), "bubble": jobs.bubble,
         "scaling": jobs.scaling, "recompute": jobs.recompute, "core": 1.0 * jobs.recompute_attention,
@@ -100,24 +109,32 @@ def places(jobs: Jobs) -> Places:
     }  # fmt: skip
     return Places(
         np.char.add(np.char.add(jobs.stack, "\n"), jobs.hardware),
-        np.stack([values[name] / unit for name, unit in MODEL.items()], axis=1),
-        np.stack([values[name] / unit for name, unit in LAYOUT.items()], axis=1),
+        *(
+            np.stack([values[name] / unit for name, unit in units.items()], axis=1)
+            for units in (MODEL, KERNELS, LAYOUT)
+        ),
     )
-
-
-def nearness(a: Places, b: Places) -> tuple[Matrix, Matrix]:
-    """[a, b] r of the distance of models, and of models and layouts; 0 where framework or family differ."""
-    same = a.stack[:, None] == b.stack[None, :]
-    model = _squares(a.model, b.model)
-    return same * _matern(model), same * _matern(model + _squares(a.layout, b.layout))
 
 
 def covariance(a: Places, b: Places, scales: Scales) -> Matrix:
     """[a, b] covariance of the correction, without noise."""
-    model, every = nearness(a, b)
     same = a.stack[:, None] == b.stack[None, :]
-    total: Matrix = same * scales.stack**2 + scales.model**2 * model + scales.local**2 * every
+    model = _squares(a.model, b.model)
+    kernels = model + _squares(a.kernels, b.kernels)
+    layout = kernels + _squares(a.layout, b.layout)
+    total: Matrix = same * (
+        scales.stack**2
+        + scales.model**2 * _matern(model)
+        + scales.kernels**2 * _matern(kernels)
+        + scales.layout**2 * _matern(layout)
+    )
     return total
+
+
+def nearness(a: Places, b: Places) -> Matrix:
+    """[a, b] how alike the models are, 0 to 1; 0 where framework or family differ."""
+    near: Matrix = (a.stack[:, None] == b.stack[None, :]) * _matern(_squares(a.model, b.model))
+    return near
 
 
 def _squares(a: Matrix, b: Matrix) -> Matrix:

@@ -34,7 +34,8 @@ class Belief:
     """Spread of the factor by device family; 0: it does not depend on the device."""
     software: float = 0.0
     meaning: str = ""
-    source: str = ""
+    at: Mapping[str, float] = field(default_factory=dict)
+    """Typical factor by device family, software era or both (`H100 fsdp`), where it is known not to be 1."""
 
 
 Key = tuple[str, str]
@@ -56,7 +57,9 @@ class Coefficients:
         import math
 
         log = sum(self.log.get((name, key), 0.0) for key in (COMMON, hardware, software))
-        return self.beliefs[name].value * math.exp(log)
+        belief = self.beliefs[name]
+        known = (belief.at.get(key, 1.0) for key in (hardware, software, f"{hardware} {software}"))
+        return belief.value * math.prod(known) * math.exp(log)
 
     def of(self, jobs: Jobs) -> dict[str, Column]:
         """Every coefficient as a column of the jobs."""

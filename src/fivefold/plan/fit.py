@@ -32,9 +32,9 @@ LEAST_WEIGHT = 0.02
 LONGEST_STEP = 0.5
 STEPS = 8
 NOISES = (0.01, 0.02, 0.04, 0.08)
-KERNELS = (0.04, 0.08, 0.16)
+KERNELS = (0.05, 0.1, 0.2)
 LAYOUTS = (0.03, 0.08)
-SURE = 0.4
+SURE = 0.3
 """How sure the usual scales are: standard deviation of the logarithm of each."""
 TRIED_RUNS = 300
 """Scales are chosen on so many runs at most."""

@@ -47,9 +47,9 @@ class Scales:
 
     stack: float = 0.06
     model: float = 0.05
-    kernels: float = 0.16
+    kernels: float = 0.2
     layout: float = 0.03
-    noise: float = 0.015
+    noise: float = 0.01
 
     @property
     def variance(self) -> float:

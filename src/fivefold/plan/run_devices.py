@@ -12,7 +12,7 @@ from fivefold.errors import ClusterError
 from fivefold.units import GIGA
 
 FAMILIES = {
-    "V100": "V100", "A100-40GB": "A100", "A100-80GB": "A100", "A800": "A100", "H100": "H100", "H100-96GB": "H100",
+    "V100": "V100", "A100-40GB": "A100", "A100-80GB": "A100", "A800": "A100", "H100": "H100", "H100-96GB": "H100-500W",
     "H800": "H100", "H200": "H100", "H20": "H100", "B200": "B200", "B300": "B200", "GB200": "GB200", "GB300": "GB200",
     "MI250X": "MI200", "MI300X": "MI300", "MI325X": "MI300", "MI355X": "MI350",
 }  # fmt: skip

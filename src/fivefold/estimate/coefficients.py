@@ -51,6 +51,8 @@ class Coefficients:
     """Logarithm of each factor relative to its belief; 0 where a key is missing."""
     spread: Mapping[Key, float] = field(default_factory=dict)
     """Standard deviation of it; that of the belief where a key is missing."""
+    seen: frozenset[str] = frozenset()
+    """Device families and software eras of the runs that were fitted."""
 
     def value(self, name: str, hardware: str, software: str) -> float:
         """One coefficient on one device family under one software era."""
@@ -113,12 +115,13 @@ def shipped() -> Coefficients:
         return Coefficients(beliefs())
     import math
 
-    table = yaml.safe_load(path.read_text(encoding="utf-8"))["factors"]
-    pairs = {(name, key): pair for name, by_key in table.items() for key, pair in by_key.items()}
+    table = yaml.safe_load(path.read_text(encoding="utf-8"))
+    pairs = {(name, key): pair for name, by_key in table["factors"].items() for key, pair in by_key.items()}
     return Coefficients(
         beliefs(),
         {key: math.log(pair[0]) for key, pair in pairs.items()},
         {key: pair[1] for key, pair in pairs.items()},
+        frozenset(table["seen"]),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fivefold.errors import RecordError
 from fivefold.estimate.coefficients import Coefficients, fitted_rows
 from fivefold.plan import ranking
-from fivefold.plan.calibration import KEPT, Calibration, calibrate, predict
+from fivefold.plan.calibration import Calibration, calibrate, predict
 from fivefold.plan.priced import Priced, price
 from fivefold.plan.runs_table import Row
 
@@ -132,8 +132,8 @@ def validate(
         for row, toy, ok in zip(priced.rows, toys, usable)
         if not ok and id(row) not in counted
     ]
-    taught = {_identity(row) for row in _teachers(calibration)}
-    known = np.array([_identity(row) in taught for row in priced.rows], dtype=bool)
+    taught = _identities(price(_teachers(calibration)))
+    known = np.array([one in taught for one in _identities(priced)], dtype=bool)
     in_sample = bool(usable.any() and (known | ~usable).all())
     scored = np.flatnonzero(usable & (~known | in_sample))
     if not len(scored) and not memory:
@@ -194,8 +194,13 @@ def _teachers(calibration: Calibration | None) -> list[Row]:
     return list(calibration.rows) if calibration else [Row(0, values) for values in fitted_rows()]
 
 
-def _identity(row: Row) -> str:
-    return repr(sorted((k, v) for k, v in row.values.items() if k in KEPT))
+def _identities(priced: Priced) -> list[str]:
+    """What makes two rows one run: the same job and layout, and the same time."""
+    columns = (*ranking.JOB, *ranking.LAYOUT)
+    return [
+        repr([row.values.get(name) for name in columns]) + f" {measured:.5g}"
+        for row, measured in zip(priced.rows, priced.measured_s.tolist())
+    ]
 
 
 def _predicted(priced: Priced, members: NDArray[np.intp], calibration: Calibration | None) -> Scores:

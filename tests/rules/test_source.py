@@ -225,3 +225,12 @@ def test_no_python_file_is_long():
         if (n := len(path.read_text().splitlines())) > LONGEST_FILE
     }
     assert not long
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest imports the files of folders without `__init__.py` by name alone, and stops at the second."""
+    loose = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()
+    ]
+    names = [path.name for path in loose]
+    assert {name for name in names if names.count(name) > 1} == set()

@@ -279,7 +279,9 @@ class _Problem:
             own = np.diag(inverse)
             unit = inverse @ errors / np.sqrt(own)
             robust = np.where(np.abs(unit) < HUBER, unit**2 / 2, HUBER * np.abs(unit) - HUBER**2 / 2)
-            usual = [getattr(scales, name) / getattr(Scales(), name) for name in ("noise", "kernels", "layout")]
+            usual = [
+                getattr(scales, name) / getattr(Scales(), name) for name in ("noise", "kernels", "layout")
+            ]
             return float((np.log(own) / 2 - robust).sum() - (np.log(usual) ** 2).sum() / (2 * SURE**2))
 
         tried = [Scales(noise=n, kernels=k, layout=a) for n, k, a in product(NOISES, KERNELS, LAYOUTS)]

@@ -73,6 +73,11 @@ class Places:
         return Places(self.stack[rows], self.model[rows], self.kernels[rows], self.layout[rows])
 
 
+DEGREES_AND_SIZES = (
+    "tp", "pp", "dp", "cp", "ep", "etp", "chunks", "micro_batch", "microbatches", "seq_len", "bits",
+)  # fmt: skip
+
+
 def places(jobs: Jobs) -> Places:
     """Coordinates of every job; of the kind of layer that it has most of, where there are several."""
     import numpy as np
@@ -98,7 +103,7 @@ def places(jobs: Jobs) -> Places:
         "top_k": octaves(size("top_k") + 1), "vocab": octaves(jobs.vocab), "latent": 1.0 * (size("kv_rank") > 0),
         **{
             name: octaves(getattr(jobs, name))
-            for name in ("tp", "pp", "dp", "cp", "ep", "etp", "chunks", "micro_batch", "microbatches", "seq_len", "bits")
+            for name in DEGREES_AND_SIZES
         },
         "sharded": np.where(jobs.zero == 3, 1.0, np.where(jobs.zero == 0, 0.3, 0.0)), "bubble": jobs.bubble,
         "scaling": jobs.scaling, "recompute": jobs.recompute, "core": 1.0 * jobs.recompute_attention,
@@ -140,7 +145,8 @@ def nearness(a: Places, b: Places) -> Matrix:
 def _squares(a: Matrix, b: Matrix) -> Matrix:
     import numpy as np
 
-    return np.maximum((a * a).sum(1)[:, None] + (b * b).sum(1)[None, :] - 2 * a @ b.T, 0.0)
+    squares: Matrix = np.maximum((a * a).sum(1)[:, None] + (b * b).sum(1)[None, :] - 2 * a @ b.T, 0.0)
+    return squares
 
 
 def _matern(squares: Matrix) -> Matrix:

@@ -1,7 +1,7 @@
 """How the shipped coefficients were made: a fit to the runs of `estimate/fitted_runs.jsonl`, from the beliefs alone.
 
-Fewer and stiffer parts of the correction than in a calibration, so that the coefficients explain what they can. Keyed by
-device family and software era; no coefficient knows a source or a model.
+Fewer and stiffer parts of the correction than in a calibration, so that the coefficients explain what they can. Keyed
+by device family and software era; no coefficient knows a source or a model.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.router import RouterConfig
 from fivefold.core.workload import Workload
 from fivefold.strategies import compose
+from fivefold.strategies.expert.rules import routed_layers
 
 LLAMA = preset("tiny-llama")
 L, D, H, KV = 4, 64, 16, 2
@@ -30,6 +31,9 @@ def moe(shared: int = 0, gate: bool = False) -> ModelSpec:
     return LLAMA.replace(blocks=tuple(blocks))
 
 
+ROUTER = RouterConfig(balance_coefficient=0.01, balance="sequence")
+
+
 def predicted(spec: ModelSpec, text: str, recompute: str, rank: int = 0) -> Counter[Event]:
     layout = Layout.parse(text)
     plan = Plan(
@@ -40,7 +44,7 @@ def predicted(spec: ModelSpec, text: str, recompute: str, rank: int = 0) -> Coun
         execution=Execution(
             micro_batch=b,
             recompute=recompute,
-            router=RouterConfig(balance_coefficient=0.01, balance="sequence"),
+            router=ROUTER if routed_layers(spec) else RouterConfig(),
         ),
     )
     return compose.predict_events(plan, rank)

@@ -14,7 +14,7 @@ from fivefold.verify import verify as judge
 from .command_line import CommandLine
 
 QUANTITIES = {
-    "loss", "logits", "gradients", "grad_norm", "loss_scale", "buffers", "routed_experts", "weights_sgd",
+    "loss", "logits", "gradients", "grad_norm", "loss_scale", "buffers", "routed_experts", "routing", "weights_sgd",
     "weights_adamw", "moments",
 }  # fmt: skip
 
@@ -43,7 +43,7 @@ def test_table_of_a_pass(fivefold: CommandLine) -> None:
     assert ended.code == 0
     assert "the same model: worst error" in ended.out
     assert "not judged in float32" in ended.out
-    assert ended.out.count("the model has none") == 2  # buffers, routed_experts
+    assert ended.out.count("the model has none") == 3  # buffers, routed_experts, routing
     assert "as predicted" in ended.out
     assert "bound 1e-05, 2 steps" in ended.out
     assert "not shown: in float32 moments are judged after the first step only" in ended.out

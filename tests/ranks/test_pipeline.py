@@ -39,7 +39,7 @@ class Chunk(nn.Module):
         torch.manual_seed(stage)
         self.linear = nn.Linear(SHAPE[-1], SHAPE[-1], dtype=torch.float64)
 
-    def forward(self, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Any, tokens: Any) -> Tensor:
         return torch.tanh(self.linear(x)) + positions[..., None]
 
     def loss(self, out: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def one_process(p: int, m: int) -> tuple[float, list[list[Tensor]]]:
         batch = microbatch(j)
         x = batch.tokens_BS
         for chunk in chunks:
-            x = chunk(x, batch.positions, None)
+            x = chunk(x, batch.positions, None, None)
         loss = chunks[-1].loss(x, batch.labels_BS, batch.mask_BS)
         (loss * SCALE).backward()
         total += loss.item()
@@ -150,8 +150,8 @@ class SleepyChunk(Chunk):
         super().__init__(stage)
         self.seconds = seconds
 
-    def forward(self, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
-        return Sleep.apply(super().forward(x, positions, valid), self.seconds)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, positions: Tensor, mask: Any, tokens: Any) -> Tensor:
+        return Sleep.apply(super().forward(x, positions, mask, tokens), self.seconds)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("text", "m"), [("pp8", 16), ("pp8:gpipe", 8)])

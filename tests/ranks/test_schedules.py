@@ -35,12 +35,12 @@ class Stage(Chunk):
         self.pipeline: Pipeline | None = None
         self.held = InFlight(0, 0)
 
-    def forward(self, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Any, tokens: Any) -> Tensor:
         assert self.pipeline is not None
         activations = len(self.pipeline.outputs) + 1
         stashed = activations + self.deferred.pending
         self.held = InFlight(max(self.held.activations, activations), max(self.held.stashed, stashed))
-        return super().forward(x, positions, valid)
+        return super().forward(x, positions, mask, tokens)
 
 
 def run(
@@ -72,7 +72,7 @@ def one_process(stages: int, m: int) -> tuple[float, list[list[Tensor]]]:
         batch = microbatch(j)
         x = batch.tokens_BS
         for chunk in chunks:
-            x = chunk(x, batch.positions, None)
+            x = chunk(x, batch.positions, None, None)
         loss = chunks[-1].loss(x, batch.labels_BS, batch.mask_BS)
         (loss * SCALE).backward()
         total += loss.item()
@@ -141,8 +141,8 @@ class SleepingStage(Stage):
         super().__init__(stage, deferred, mesh)
         self.seconds = seconds
 
-    def forward(self, x: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
-        return Take.apply(super().forward(x, positions, valid), self)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, positions: Tensor, mask: Any, tokens: Any) -> Tensor:
+        return Take.apply(super().forward(x, positions, mask, tokens), self)  # type: ignore[no-any-return]
 
 
 def bubbles(on_mesh: Callable[..., Any], p: int, m: int, unit_s: float) -> dict[str, tuple[float, float]]:

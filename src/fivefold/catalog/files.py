@@ -1,4 +1,4 @@
-"""Reads the catalog's own YAML files, which lie beside this one."""
+"""Reads the YAML files of facts that lie beside the code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import yaml
 
 
 @cache
-def read(name: str) -> Any:
-    """The content of one file of the catalog; by the parser in C, where there is one: it is ten times faster."""
-    text = resources.files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
+def read(name: str, package: str = __package__) -> Any:
+    """The content of one file of a package; by the parser in C, where there is one: it is ten times faster."""
+    text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
     if hasattr(yaml, "CSafeLoader"):
         return yaml.load(text, Loader=yaml.CSafeLoader)
     return yaml.safe_load(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
     "--recompute", default="none", show_default=True,
     help="Parts computed again in backward: none, full, attention, mlp, moe, joined by +; full/2: every second layer.",
 )  # fmt: skip
+@click.option(
+    "--calibration", type=click.Path(path_type=Path), help="A file that `fivefold calibrate` wrote."
+)
 @asked.options
-def command(text: str, micro_batch: int, recompute: str, as_json: bool, **options: Any) -> int:
+def command(
+    text: str, micro_batch: int, recompute: str, calibration: Path | None, as_json: bool, **options: Any
+) -> int:
     """Estimate memory by rank and term of one layout, whether it fits, and the step time.
 
     Works for any model that can be read, also one that cannot be run here. The global batch is, unless told otherwise,
@@ -35,16 +41,18 @@ def command(text: str, micro_batch: int, recompute: str, as_json: bool, **option
     """
     from fivefold.cli.output import print_json
     from fivefold.core.layout import Layout
-    from fivefold.estimate.memory import estimate
     from fivefold.estimate.recompute import Recompute
+    from fivefold.plan.clock import Choice, Clock, loaded
     from fivefold.plan.legality import check
     from fivefold.plan.result import (
         layout_facts,
         memory_facts,
         memory_reasons,
         nearest_that_fits,
+        speed_facts,
         state_reason,
     )
+    from fivefold.plan.search import evaluate
 
     layout, again = Layout.parse(text), Recompute.parse(recompute)
     usual = layout.dp * micro_batch * (4 * layout.pp if layout.pp > 1 else 1)
@@ -58,7 +66,8 @@ def command(text: str, micro_batch: int, recompute: str, as_json: bool, **option
         global_batch=question.global_batch,
         micro_batch=micro_batch,
     )
-    memory = estimate(question.memory_job(layout, micro_batch, again))
+    (found,) = evaluate(question, Clock(question, loaded(calibration)), [Choice(layout, micro_batch, again)])
+    memory = found.memory
     reasons = [*memory_reasons(question, memory), state_reason(question, layout, memory)]
     if memory.fits(question.capacity_bytes) != "yes":
         nearest = nearest_that_fits(question, layout, micro_batch, again)
@@ -72,6 +81,7 @@ def command(text: str, micro_batch: int, recompute: str, as_json: bool, **option
         "cluster": str(question.cluster),
         "seq_len": question.seq_len,
         "global_batch": question.global_batch,
+        **speed_facts(question, found.step_s, found.low_s, found.high_s, found.terms),
         **memory_facts(question, memory),
         "reasons": reasons,
     }
@@ -101,7 +111,7 @@ def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fivefold.units import format_bytes
+    from fivefold.units import format_bytes, format_seconds
 
     console = Console()
     console.print(
@@ -117,6 +127,21 @@ def _print(facts: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("in all", format_bytes(total), f"{total / facts['capacity_bytes']:.0%} of the device")
     console.print(table)
+    shares = {
+        term: s / facts["step_time_s"]
+        for term, s in facts["time"].items()
+        if s > 0.001 * facts["step_time_s"]
+    }
+    told = ", ".join(
+        f"{term} {share:.1%}" for term, share in sorted(shares.items(), key=lambda pair: -pair[1])
+    )
+    mfu = f", MFU {facts['mfu']:.0%}" if facts["mfu"] else ""
+    console.print(
+        f"step: {format_seconds(facts['step_time_s'])} ({format_seconds(facts['step_time_p10_s'])} to "
+        f"{format_seconds(facts['step_time_p90_s'])}), {facts['tokens_per_s_per_gpu']:,.0f} tokens/s on each device"
+        f"{mfu}; {told}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
     if len(facts["rank_memory_bytes"]) > 1:
         listed = "  ".join(format_bytes(n) for n in facts["rank_memory_bytes"])
         console.print(f"pipeline ranks: {listed}", highlight=False, soft_wrap=True)

@@ -111,15 +111,10 @@ def _fixed(text: str, micro_batch: int | None, recompute: str | None) -> Fixed:
 
 
 def _search(question: Question, fixed: Fixed, top: int, calibration: Path | None) -> Answer:
-    from fivefold.plan.clock import Clock
+    from fivefold.plan.clock import Clock, loaded
     from fivefold.plan.search import search
 
-    loaded = None
-    if calibration is not None:
-        from fivefold.plan.calibration import load
-
-        loaded = load(calibration)
-    return search(question, Clock(question, loaded), fixed, top=top)
+    return search(question, Clock(question, loaded(calibration)), fixed, top=top)
 
 
 def _device_seconds_per_token(question: Question, answer: Answer) -> float:

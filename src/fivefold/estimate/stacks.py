@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field
 
+from fivefold.catalog.files import read
 from fivefold.core.value import Value
 from fivefold.errors import ConfigError, nearest
 from fivefold.estimate.saved import Kernels
@@ -59,8 +58,7 @@ class Stack(Value):
 @cache
 def stacks() -> dict[str, Stack]:
     """All stacks by name."""
-    text = resources.files(__package__ or "").joinpath("stacks.yaml").read_text(encoding="utf-8")
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    entries: dict[str, dict[str, Any]] = read("stacks.yaml", __package__)
     return {name: Stack(name=name, **entry) for name, entry in entries.items()}
 
 

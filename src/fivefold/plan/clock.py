@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.cluster import Precision
@@ -32,6 +33,13 @@ SOFTWARE = {
 """Stack of memory -> software era of time."""
 
 
+def loaded(path: Path | None) -> Calibration | None:
+    """The calibration in a file, if there is one. Raises: RecordError."""
+    from fivefold.plan.calibration import load
+
+    return load(path) if path is not None else None
+
+
 @dataclass(frozen=True)
 class Choice:
     """One answer: a layout, the sequences that a rank computes at a time, and what it computes again."""
@@ -55,17 +63,20 @@ class Clock:
 
         return self.calibration.coefficients if self.calibration else shipped()
 
-    def grid(self, lattice: Lattice, group: Group, option: Recompute, zero: int) -> Any:
-        """Seconds of a step at every point of a group at one ZeRO stage; means nothing where a point is not legal."""
+    def grid(self, lattice: Lattice, group: Group, option: Recompute, zero: Any) -> Any:
+        """Seconds of a step at every point of a group; means nothing where a point is not legal.
+
+        `zero`: the stages along the last axis, all of them or one: without ZeRO-3 fewer numbers are made.
+        """
         from fivefold.estimate.step import BUBBLE, total_seconds
 
         base, c, layers = self._layers(lattice, option)
         data: dict[str, Any] = {
             "pp": self._number(group.pp),
-            "dp": _slim(lattice.dp(group)),
-            "microbatches": _slim(lattice.microbatches(group)),
+            "dp": lattice.dp(group),
+            "microbatches": lattice.microbatches(group),
             "chunks": self._number(group.chunks if group.schedule == "1f1b" else 1),
-            "zero": self._number(zero),
+            "zero": zero,
             "bubble": self._number(BUBBLE[SCHEDULE.get(group.schedule, group.schedule)]),
         }
         return total_seconds(layers, replace(base, **data), c)
@@ -129,11 +140,11 @@ class Clock:
 
         known = self._made
         if option not in known:
-            a, one = {name: _slim(axis) for name, axis in lattice.axes.items()}, self._number(1)
+            a, one = lattice.axes, self._number(1)
             jobs = self._jobs(
                 tp=a["tp"], cp=a["cp"], ep=a["ep"], etp=a["etp"], micro_batch=a["micro_batch"], pp=one, dp=one,
                 microbatches=one, chunks=one, zero=one, bubble=one,
-                sequence_parallel=(_slim(lattice.sp) > 0) & (a["tp"] > 1),
+                sequence_parallel=(lattice.sp > 0) & (a["tp"] > 1),
                 recompute=self._number(recomputed_share(self.question.spec, option, self.question.seq_len)),
             )  # fmt: skip
             c = self.coefficients.of(jobs)
@@ -194,11 +205,6 @@ class Clock:
 
 SCHEDULE = {"zbh1": "zb1p"}
 """Names of schedules in `step.BUBBLE` that differ from a layout's."""
-
-
-def _slim(grid: Any) -> Any:
-    """A grid without the axis of ZeRO, along which it is alike."""
-    return grid[..., 0]
 
 
 def _attention_sizes(block: BlockSpec, seq_len: int) -> dict[str, float]:

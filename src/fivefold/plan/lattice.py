@@ -9,7 +9,8 @@ number of devices. A point is legal exactly where `legality.check` lets its layo
 
 Left out, since another point is never slower and never needs more memory: gpipe and bfs (1f1b), zero0 where there are
 data ranks (zero1), nosp where sequence parallelism is legal, and other methods of context parallelism than the first
-that is legal of ring, ulysses, gather and ring x ulysses, whose volumes are alike.
+that is legal of ring, ulysses, gather and ring x ulysses, whose volumes are alike. Of interleaved schedules it has
+1, 2, 4 and 8 chunks, and other numbers up to 8 where all stages get as many layers.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ Deterministic: of equal points the one that needs less memory comes first, then 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fivefold.estimate.memory import BAND, MemoryEstimate, estimate
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 EXACT = 256
 """Points that are looked at once more."""
+
+FEW = 20_000
+"""Points of a group that are priced at one go; of more, those of one ZeRO stage are."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ def search(question: Question, clock: Clock, fixed: Fixed | None = None, *, top:
     """The `top` fastest layouts that fit surely: their memory and the band of its estimate within the device's."""
     lattice = Lattice(question, fixed or Fixed())
     limit = lattice.limit(question.capacity_bytes / (1 + BAND))
-    best = _Best()
+    best, stages = _Best(), len(lattice.zero)
+    small = prod(lattice.shape) < FEW
+    parts = [slice(0, stages)] if small else [slice(z, z + 1) for z in range(stages)]
     legal_points = evaluated = fitting = 0
     for number, group in enumerate(lattice.groups()):
         legal = lattice.legal(group)
@@ -74,10 +80,11 @@ def search(question: Question, clock: Clock, fixed: Fixed | None = None, *, top:
                 continue
             left = left & ~fits
             fitting += int(fits.sum())
-            for z, zero in enumerate(lattice.zero):
-                if fits[..., z].any():
+            for part in parts:
+                if fits[..., part].any():
+                    zero = lattice.axes["zero"][..., part]
                     seconds = clock.grid(lattice, group, lattice.recompute[r], zero)
-                    best.add(seconds, needed[..., z], fits[..., z], (number, group, r, z))
+                    best.add(seconds, needed[..., part], fits[..., part], (number, group, r, part.start))
     choices = clock.in_order([_choice(lattice, *place) for place in best.places()])
     found = evaluate(question, clock, choices[:top])
     least = _choice(lattice, *best.least_place) if best.least_place else None
@@ -129,12 +136,13 @@ class _Best:
         import numpy as np
 
         listed = []
-        for values, needed, places, (number, group, r, z), shape in self.parts:
+        for values, needed, places, (number, group, r, start), shape in self.parts:
             for i in np.flatnonzero(values <= self.bound):
                 place = tuple(int(n) for n in np.unravel_index(int(places[i]), shape))
-                listed.append((float(values[i]), float(needed[i]), number, place, z, r, group))
-        listed.sort(key=lambda one: one[:6])
-        return [(group, (*place, z), r) for _, _, _, place, z, r, group in listed[:EXACT]]
+                place = (*place[:-1], place[-1] + start)
+                listed.append((float(values[i]), float(needed[i]), number, place, r, group))
+        listed.sort(key=lambda one: one[:5])
+        return [(group, place, r) for _, _, _, place, r, group in listed[:EXACT]]
 
 
 def _choice(lattice: Lattice, group: Group, place: tuple[int, ...], r: int) -> Choice:

@@ -45,6 +45,15 @@ def test_keys_and_sums() -> None:
     assert max(facts["rank_memory_bytes"]) == facts["peak_memory_bytes"]
     assert len(facts["rank_memory_bytes"]) == 16
     assert facts["layout"] == "dp128 pp16 ep64 zero1"
+    assert {
+        "step_time_s",
+        "step_time_p10_s",
+        "step_time_p90_s",
+        "tokens_per_s_per_gpu",
+        "mfu",
+        "time",
+    } <= facts.keys()
+    assert sum(facts["time"].values()) == pytest.approx(facts["step_time_s"])
 
 
 def test_options_act() -> None:

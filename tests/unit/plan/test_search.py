@@ -17,7 +17,7 @@ from fivefold.core.layout_checks import divisors
 from fivefold.errors import UserError
 from fivefold.estimate.memory import BAND, USABLE, estimate
 from fivefold.plan.clock import Choice, Clock
-from fivefold.plan.lattice import Fixed, Lattice
+from fivefold.plan.lattice import Fixed, Lattice, schedules
 from fivefold.plan.legality import why_not
 from fivefold.plan.objectives import largest_micro_batch, longest_sequence
 from fivefold.plan.question import Question
@@ -60,6 +60,15 @@ def random_question(draw: random.Random) -> Question:
     return with_memory(asked, int(bound * (1 + BAND) / USABLE * 1.0000001) + 1)
 
 
+def pipelines(asked: Question, pp: int) -> list[dict[str, object]]:
+    """Schedules, also those that the lattice leaves out; of interleaved ones the numbers of chunks that it has."""
+    if pp == 1:
+        return [{}]
+    named = [{"schedule": name, "chunks": chunks} for name, chunks in schedules(pp, asked.spec.layers)]
+    others = [one for one in pipeline_options(asked.spec, pp) if one["schedule"] in ("gpipe", "bfs")]
+    return [*named, *(one for one in others if one["placement"] == "even")]
+
+
 def every_layout(asked: Question) -> list[Layout]:
     """Where there is nothing to share, ZeRO is a name for the same layout: it is left out there."""
     found = []
@@ -67,8 +76,8 @@ def every_layout(asked: Question) -> list[Layout]:
     for (dp, tp, pp, cp), zero, ep, etp, sp in product(
         shapes(asked.devices), range(4), divisors(asked.devices), divisors(asked.devices), (True, False)
     ):
-        for pipeline, context in product(pipeline_options(asked.spec, pp), context_options(cp)):
-            if pipeline.get("placement", "even") != "even" or (not sp and tp == 1):
+        for pipeline, context in product(pipelines(asked, pp), context_options(cp)):
+            if not sp and tp == 1:
                 continue
             try:
                 found.append(

@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 VOCABULARY = 50_304
 """Where a row does not say: that of GPT-2, padded to a multiple of 128."""
 
-NEEDED = ("layers", "hidden", "heads", "seq_len", "num_gpus", "micro_batch")
+NEEDED = ("layers", "hidden", "heads", "seq_len", "num_gpus")
 
 _SCHEDULES = (("zb-v", "zbv"), ("zbv", "zbv"), ("dualpipe", "dualpipev"), ("zb", "zbh1"), ("gpipe", "gpipe"))
 
@@ -36,6 +36,8 @@ def job_of_row(row: Row) -> Job | str:
     if "lora" in str(row.get("task") or "").lower():
         return "a run that trains adapters only"
     missing = [name for name in NEEDED if not row.get(name)]
+    if not row.get("micro_batch") and not (row.get("global_batch") and row.get("num_microbatches")):
+        missing.append("micro_batch")
     if missing:
         return f"does not say {', '.join(missing)}"
     try:

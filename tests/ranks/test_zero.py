@@ -97,7 +97,9 @@ def live_after_each_microbatch(mesh: Mesh, level: str) -> dict[str, Any]:
     load = feed(SyntheticDataset(plan.model.vocab, SEQ_LEN, seed=2), plan, mesh, 0)
     batches = [load(j) for j in range(engine.microbatches)]
     held = engine.tensors()
-    with LiveBytes([*held, *(t for b in batches for t in vars(b).values() if isinstance(t, torch.Tensor))]) as live:
+    with LiveBytes(
+        [*held, *(t for b in batches for t in vars(b).values() if isinstance(t, torch.Tensor))]
+    ) as live:
         before, seen = live.live_bytes, []
         backward = engine.pipeline._b
 

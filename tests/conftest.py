@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tes
 
 settings.register_profile("shared-machine", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile("shared-machine")
+
+
+LONG_CASES = frozenset((Path(__file__).parent / "long_cases.txt").read_text().splitlines())
+"""Cases of several seconds each, of a kind that a shorter case covers: `make test-all` runs them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--exhaustive"):
         return
     for item in items:
-        if item.get_closest_marker("exhaustive"):
+        if item.get_closest_marker("exhaustive") or item.nodeid.removeprefix("tests/") in LONG_CASES:
             item.add_marker(pytest.mark.skip(reason="long: runs with --exhaustive"))
 
 

@@ -8,7 +8,7 @@ Shape letters: B sequences of this data rank, G of the global batch, S tokens of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -77,7 +77,7 @@ def parallelize(
     rank, here = _this_rank(layout, device)
     engine = Engine(plan, Mesh(layout, rank, here), seed=0, weights=own.values, model=own)
     own.let_go()
-    return Parallel(model, engine)
+    return Parallel(model, engine, own.parts.own_name)
 
 
 class Parallel:
@@ -87,8 +87,9 @@ class Parallel:
     rows     the sequences of the global batch that belong here
     """
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self.model, self.engine = model, engine
+    def __init__(self, model: nn.Module, engine: Engine, own_name: Callable[[str], str]) -> None:
+        """`own_name`: our name of a parameter -> the module's."""
+        self.model, self.engine, self._own_name = model, engine, own_name
         layout, workload = engine.plan.layout, engine.plan.workload
         count = workload.global_batch // layout.dp
         first = engine.mesh.coordinate["dp"] * count
@@ -113,6 +114,29 @@ class Parallel:
         """The mean loss of one global batch, as in `step`; nothing changes."""
         total, count = self.engine.evaluate(self._microbatches(tokens_BS, labels_BS))
         return total / max(1, count)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole parameters by the module's own names, on every rank, one at a time; all ranks must go through.
+
+        Memory: one whole parameter. Comm: one all-reduce of each over all ranks (phase setup).
+        """
+        engine, mesh = self.engine, self.engine.mesh
+        mesh.phase = "setup"
+        held = {row.name: (row, value) for row, value in engine.data.weights()}
+        for row in engine.table:
+            if row.tied_to is not None:
+                continue
+            whole = torch.zeros(row.shape, dtype=engine.dtype, device=mesh.device.device)
+            if row.name in held:
+                mine, value = held[row.name]
+                if mine.written_here(
+                    mesh.layout, mesh.coordinate
+                ):  # each element by one rank, so that sums are exact
+                    region = mine.region(mesh.layout, mesh.coordinate)
+                    whole[region] = value[tuple(slice(0, cut.stop - cut.start) for cut in region)].to(
+                        engine.dtype
+                    )
+            yield self._own_name(row.name), mesh.axis("world").all_reduce(whole)
 
     def _microbatches(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> Callable[[int], Microbatch]:
         plan, device = self.engine.plan, self.engine.mesh.device.device

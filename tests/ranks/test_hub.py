@@ -10,20 +10,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from fivefold.catalog.models import preset
 from fivefold.core.cluster import Cluster
 from fivefold.core.execution import Execution
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 from fivefold.core.plan import Plan
-from fivefold.core.sharding import parameters
+from fivefold.core.sharding import buffers, stored
 from fivefold.core.workload import Workload
 from fivefold.engine.build import build_chunks, initial_value
+from fivefold.engine.engine import Engine
 from fivefold.errors import ModelError
 from fivefold.nn.hub import HFCheckpoint
 from fivefold.nn.hub_names import places
 from fivefold.runtime.mesh import Mesh
-from fivefold.train.export import export_hf
+from fivefold.train.export import export_hf, held_by
 from fivefold.units import MIB
 
 SEED, NOISE = 7, 0.3
@@ -50,7 +53,11 @@ def plan(spec: ModelSpec, layout: Layout, dtype: str = "float32") -> Plan:
 
 def built(spec: ModelSpec, mesh: Mesh) -> list[Any]:
     chunks = build_chunks(plan(spec, mesh.layout), mesh, seed=SEED, noise=NOISE)
-    return [pair for _, pairs in chunks.values() for pair in pairs]
+    found: list[Any] = [pair for _, pairs in chunks.values() for pair in pairs]
+    for module, _ in chunks.values():
+        named = dict(module.named_buffers())
+        found += [(row, nn.Parameter(named[row.name])) for row in buffers(spec) if row.name in named]
+    return found
 
 
 def write(mesh: Mesh, spec: ModelSpec, folder: Path, **options: Any) -> Any:
@@ -68,9 +75,16 @@ def on_one_device(spec: ModelSpec) -> dict[str, torch.Tensor]:
     alone = Layout()
     values = {
         row.name: initial_value(row, alone, alone.coordinate(0), "float32", seed=SEED, noise=NOISE)
-        for row in parameters(spec)
+        for row in stored(spec)
     }
-    return {place.tensor: values[name] for name, (place,) in places(spec.replace(family="qwen3")).items()}
+    named = places(spec.replace(family="qwen3" if spec.family == "llama" else spec.family))
+    return {
+        place.tensor: value
+        for name, of_it in named.items()
+        for place, value in zip(
+            of_it, values[name] if values[name].ndim == 3 else [values[name]], strict=True
+        )
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -91,6 +105,59 @@ def test_the_checkpoint_is_the_model_of_one_device(
     assert sum(len(load_file(path)) for path in files) == len(want)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     HFCheckpoint.open(tmp_path / "hf")
+
+
+ROUTED = preset("tiny-mla-moe").replace(hidden=16, vocab=29)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp2 ep2", "tp2 etp2 pp2", "dp2 tp2 ep2 etp2", "tp2 ep2 pp2", "dp2 tp2 ep2"]
+)
+def test_experts_come_from_every_rank_that_has_some(
+    on_mesh: Callable[..., Any], text: str, tmp_path: Path
+) -> None:
+    """Stacked experts, of which ranks hold some or a part of each; selection biases stay wide; each is written once."""
+    on_mesh(lambda mesh: write(mesh, ROUTED, tmp_path / "hf", max_shard_bytes=20_000, dtype="bfloat16"), text)
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    got = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    want = on_one_device(ROUTED)
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        kind = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert got[name].dtype == kind
+        assert torch.equal(got[name], tensor.to(kind)), name
+    checkpoint = HFCheckpoint.open(tmp_path / "hf")
+
+    def same(mesh: Mesh) -> bool:
+        return all(
+            torch.equal(
+                checkpoint.read(row, mesh.layout, mesh.coordinate, "float32"),
+                parameter.detach().to(checkpoint_dtype(checkpoint, row.name)).float(),
+            )
+            for row, parameter in built(ROUTED, mesh)
+        )
+
+    assert all(on_mesh(same, "dp2 tp2 ep2 etp2" if text == "dp2 ep2" else "dp2 ep2"))
+
+
+@pytest.mark.parametrize("text", ["dp4 ep2 zero1", "dp2 tp2 ep2 zero3"])
+def test_shards_of_experts_are_put_together(on_mesh: Callable[..., Any], text: str, tmp_path: Path) -> None:
+    """ZeRO cuts experts over ranks of their own."""
+
+    def export(mesh: Mesh) -> None:
+        engine = Engine(plan(ROUTED, mesh.layout), mesh, seed=SEED, noise=NOISE)
+        export_hf(tmp_path / "hf", engine.plan, held_by(engine), mesh)
+
+    on_mesh(export, text)
+    got, want = load_file(tmp_path / "hf" / "model.safetensors"), on_one_device(ROUTED)
+    assert set(got) == set(want)
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def checkpoint_dtype(checkpoint: HFCheckpoint, name: str) -> torch.dtype:
+    found = getattr(torch, checkpoint.dtype_of(name))
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def test_what_one_layout_wrote_another_reads(on_mesh: Callable[..., Any], tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
     data ranks   one of them, (dp, cp) = (0, 0), writes; the others wait
     tp ranks     send their parts to tp 0, one parameter at a time, in pieces, without padding or copies of KV heads
+    experts      every rank of a stage that holds a part of them that no other sends, sends it there
     pp stages    tp 0 of each writes files of its own; rank 0 of the job adds index and config and names the folder
 
-Comm: P elements of the stage's parameters less tp 0's own part, as sends on axis tp; a few numbers on axis world.
+Comm: P elements of the stage's parameters less tp 0's own part, as sends on axis tp, for experts on axis world; a few
+numbers on axis world.
 
 A checkpoint of a run becomes the same folder without any rank: one process reads it tensor by tensor.
 """
@@ -12,6 +14,8 @@ A checkpoint of a run becomes the same folder without any rank: one process read
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -20,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.plan import Plan
-from fivefold.core.sharding import ParameterRow
+from fivefold.core.sharding import ParameterRow, buffers
+from fivefold.engine.engine import Engine
 from fivefold.errors import CheckpointError, ConfigError, ModelError
 from fivefold.nn.hub_write import MAX_SHARD_BYTES, HFWriter, Written
 from fivefold.runtime.mesh import Axis, Mesh
@@ -66,6 +71,14 @@ def export_hf(
     return Written(writer.folder, writer.files, writer.bytes)
 
 
+def held_by(engine: Engine) -> list[tuple[ParameterRow, Tensor]]:
+    """What of a model this rank holds between two steps: parameters, in the optimizer's dtype, and buffers."""
+    held = [(row, values) for kind, row, values in engine.data.persistent() if kind == "weights"]
+    names = {row.name for row in buffers(engine.plan.model)}
+    more = engine.routers.buffers() if engine.routers is not None else []
+    return held + [(row, values) for row, values in more if row.name in names]
+
+
 def export_checkpoint(
     checkpoint: Path, folder: str | Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Written:
@@ -88,7 +101,8 @@ def export_checkpoint(
     try:
         for stage, rows in enumerate(_owned(plan)):
             for row in rows:
-                writer.put(row.name, reader.read(f"weights/{row.name}", row.shape))
+                kind = "buffers" if row.role == "selection_bias" else "weights"
+                writer.put(row.name, reader.read(f"{kind}/{row.name}", row.shape))
             writer.check_done(stage)
         return writer.commit()
     except BaseException:
@@ -99,23 +113,28 @@ def export_checkpoint(
 def _writer(
     folder: str | Path, plan: Plan, dtype: str | None, companions: Companions | None, max_shard_bytes: int
 ) -> HFWriter:
-    """With files of its own for each stage."""
+    """With files of its own for each stage. Selection biases are as wide as they are while training."""
     companions = companions or Companions({}, {})
+    owned, dtype = _owned(plan), dtype or plan.execution.dtype
+    dtypes = {row.name: dtype for rows in owned for row in rows}
+    wide = "float64" if dtype == "float64" else "float32"
     return HFWriter(
         folder,
         plan.model,
-        dtype=dtype or plan.execution.dtype,
+        dtype={**dtypes, **{row.name: wide for row in buffers(plan.model)}},
         config=companions.config,
         max_shard_bytes=max_shard_bytes,
-        groups=[[row.name for row in rows] for rows in _owned(plan)],
+        groups=[[row.name for row in rows] for rows in owned],
         companions=companions.files,
     )
 
 
 def _owned(plan: Plan) -> list[list[ParameterRow]]:
-    """The parameters of each stage, in order; the second copy of a tied one is left out."""
+    """Parameters and buffers of each stage, in order; the second copy of a tied one is left out."""
     table = compose.parameter_table(plan.model, plan.layout, plan.workload.seq_len)
     owned = [row for row in table if row.tied_to is None]
+    stage_of = {row.block: row.stage for row in owned}
+    owned += [replace(row, stage=stage_of[row.block]) for row in buffers(plan.model)]
     return [
         [row for row in owned if plan.layout.owner_of(row.stage) == stage] for stage in range(plan.layout.pp)
     ]
@@ -124,10 +143,11 @@ def _owned(plan: Plan) -> list[list[ParameterRow]]:
 def _write_own(writer: HFWriter, pairs: Pairs, mesh: Mesh) -> str | None:
     """Gather and write this stage's parameters. A rank that cannot write goes on receiving: others are sending."""
     place = mesh.layout.data_index(mesh.coordinate)
-    if place >= mesh.layout.data_shards:
-        return None
+    own = list(pairs)
+    dense = [pair for pair in own if pair[0].mesh == "dense"] if place < mesh.layout.data_shards else []
+    experts = [pair for pair in own if pair[0].mesh == "expert"]
     fault: str | None = None
-    for row, tensor in full_tensors(pairs, mesh):
+    for row, tensor in chain(full_tensors(dense, mesh), whole_experts(experts, mesh)):
         if tensor is not None and fault is None:
             fault = _fault(writer.put, row.name, tensor)
         del tensor  # before the next one is gathered
@@ -137,7 +157,7 @@ def _write_own(writer: HFWriter, pairs: Pairs, mesh: Mesh) -> str | None:
 
 
 def full_tensors(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tensor | None]]:
-    """Every parameter of this stage whole, on the CPU of its first data and tp rank; None on the others.
+    """Every dense parameter of this stage whole, on the CPU of its first data and tp rank; None on the others.
 
     Shapes: local part with padding -> `row.shape`. The second copy of a tied parameter is left out.
             A tensor holds until the next one is asked for: all are put together in the same memory.
@@ -173,6 +193,31 @@ def full_tensors(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tenso
         yield row, full
 
 
+def whole_experts(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tensor | None]]:
+    """The experts of this stage whole, on the CPU of its first rank; None on the others. As `full_tensors`.
+
+    Comm:   of the ranks that hold the same part one sends it to the first rank, expert by expert, on axis world.
+    Memory: the largest stacked parameter on the first rank, and one matrix of an expert everywhere.
+    """
+    own, layout = [(row, local.detach()) for row, local in pairs], mesh.layout
+    axis, stage = mesh.axis("world"), mesh.coordinate["pp"]
+    first = layout.rank(dp=0, cp=0, tp=0, pp=stage)
+    most = max((prod(row.shape) * local.element_size() for row, local in own), default=0)
+    buffer = torch.empty(most if mesh.rank == first else 0, dtype=torch.uint8)
+    piece = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=mesh.device.device)
+    for row, local in own:
+        full = _as(buffer, local.dtype, row.shape) if mesh.rank == first else None
+        for member in layout.stage_ranks(stage):
+            if not row.written_here(layout, layout.coordinate(member)):
+                continue
+            experts, *rest = row.region(layout, layout.coordinate(member))
+            for i, expert in enumerate(range(experts.start, experts.stop)):
+                mine = local[i] if member == mesh.rank else local[0]
+                target = full[expert][tuple(rest)] if full is not None else None
+                _pass_on(mine, [cut.stop - cut.start for cut in rest], axis, member, target, piece, to=first)
+        yield row, full
+
+
 def _join_shards(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tensor | None]]:
     """Local parts that ZeRO cut, whole on the first data rank, None on the others; what is not cut as it is."""
     axis, layout = mesh.axis("data", mesh.layout.data_shards), mesh.layout
@@ -182,7 +227,7 @@ def _join_shards(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tenso
     piece = torch.empty(PIECE_BYTES if cut else 0, dtype=torch.uint8, device=device)
     for row, local in pairs:
         if "data" not in row.placement:
-            yield row, local
+            yield row, local if axis.index == 0 else None
             continue
         rows, *rest = row.whole.local_shape(layout)
         block = local.shape[0]
@@ -195,9 +240,15 @@ def _join_shards(pairs: Pairs, mesh: Mesh) -> Iterator[tuple[ParameterRow, Tenso
 
 
 def _pass_on(
-    local: Tensor, sizes: list[int], axis: Axis, member: int, target: Tensor | None, piece: Tensor
+    local: Tensor,
+    sizes: list[int],
+    axis: Axis,
+    member: int,
+    target: Tensor | None,
+    piece: Tensor,
+    to: int = 0,
 ) -> None:
-    """Bring the first `sizes` of the member's part to `target` on tp 0, row by row in messages of at most a piece."""
+    """Bring the first `sizes` of the member's part to `target` on member `to`, in messages of at most a piece."""
     if 0 in sizes:
         return
     row_bytes = local.element_size() * prod(sizes[1:])
@@ -213,7 +264,7 @@ def _pass_on(
             target[start:stop] = mine[start:stop]
         elif mine is not None:
             values = _as(piece, local.dtype, (stop - start, *sizes[1:])).copy_(mine[start:stop])
-            axis.send_start(values, axis.ranks[0]).wait()
+            axis.send_start(values, axis.ranks[to]).wait()
         elif target is not None:
             values = _as(piece, local.dtype, (stop - start, *sizes[1:]))
             target[start:stop] = axis.receive_start(values, axis.ranks[member]).wait()

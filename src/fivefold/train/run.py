@@ -28,7 +28,7 @@ from fivefold.strategies import compose
 from fivefold.train.checkpoint import Manifest
 from fivefold.train.companions import Companions, find_companions
 from fivefold.train.config import TrainConfig
-from fivefold.train.export import export_hf
+from fivefold.train.export import export_hf, held_by
 from fivefold.train.log import Log
 from fivefold.train.measured import resolve_placement
 from fivefold.train.outcome import Outcome, finish, left_to_do, records_path, refuse_needless
@@ -279,9 +279,7 @@ def train_rank(
         assert profile is not None, "a run has at least one step"
         peaks = log.finish(profile.peak_memory_bytes, total_bytes(profile.events), trainer.chunk_seconds())
         if config.export is not None:
-            held = trainer.engine.data.persistent()
-            pairs = [(row, values) for kind, row, values in held if kind == "weights"]
-            export_hf(config.export, plan, pairs, trainer.mesh, companions=data.companions)
+            export_hf(config.export, plan, held_by(trainer.engine), trainer.mesh, companions=data.companions)
     finally:
         if first:
             progress.stop()

@@ -78,13 +78,13 @@ def _print(report: Report) -> None:
         padding=(0, 1, 0, 0),
     )
     table.add_column("source", overflow="ellipsis", no_wrap=True, ratio=1)
-    for name in ("runs", "mean", "median", "p90", "bias", "inside", "regret", "memory", "skipped"):
+    for name in ("runs", "mean", "median", "bias", "inside", "regret", "memory", "skipped"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for source, part in [*summary["by_source"].items(), ("all", {**summary, "rows": len(report.rows)})]:
         time, memory, skipped = part["step_time"], part["memory"], part["skipped"]
         table.add_row(
             source, str(time["n"]), _share(time["mape"]), _share(time["median"]),
-            _share(time["p90"]), _share(time["bias"], sign=True), _share(part["interval_coverage"], places=0),
+            _share(time["bias"], sign=True), _share(part["interval_coverage"], places=0),
             _share(part["ranking"]["mean_regret"]), _share(memory["mape"]),
             str(skipped if isinstance(skipped, int) else len(skipped)),
             end_section=source != "all" and source == list(summary["by_source"])[-1],
@@ -92,7 +92,7 @@ def _print(report: Report) -> None:
     console = Console(file=sys.stdout)
     console.print(table)
     lines = [
-        "mean, median, p90: of the absolute error of step time; inside: runs between their P10 and P90; regret: how "
+        "mean, median: of the absolute error of step time; inside: runs between their P10 and P90; regret: how "
         "much slower the predicted best layout is than the measured best, 6 % or less counting as none",
     ]
     if summary["in_sample"]:

@@ -10,6 +10,7 @@ nothing was measured. Beliefs are log-normal: `spread` is the standard deviation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -56,12 +57,14 @@ class Coefficients:
 
     def value(self, name: str, hardware: str, software: str) -> float:
         """One coefficient on one device family under one software era."""
-        import math
-
         log = sum(self.log.get((name, key), 0.0) for key in (COMMON, hardware, software))
         belief = self.beliefs[name]
         known = (belief.at.get(key, 1.0) for key in (hardware, software, f"{hardware} {software}"))
         return belief.value * math.prod(known) * math.exp(log)
+
+    def value_of(self, name: str, key: str) -> float:
+        """The factor of one key beside its believed value."""
+        return math.exp(self.log.get((name, key), 0.0))
 
     def of(self, jobs: Jobs) -> dict[str, Column]:
         """Every coefficient as a column of the jobs."""
@@ -113,8 +116,6 @@ def shipped() -> Coefficients:
     path = resources.files("fivefold.estimate").joinpath("coefficients.yaml")
     if not path.is_file():
         return Coefficients(beliefs())
-    import math
-
     table = yaml.safe_load(path.read_text(encoding="utf-8"))
     pairs = {(name, key): pair for name, by_key in table["factors"].items() for key, pair in by_key.items()}
     return Coefficients(

@@ -173,7 +173,7 @@ def _factors(factors: Any, path: Path) -> dict[Key, float]:
 def _number(value: Any, path: Path, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise RecordError(
-            f"calibration {path} holds {str(value)[:40]!r} where a number from {least:g} to {most:g} goes"
+            f"calibration {path} holds {str(value)[:40]} where a number from {least:g} to {most:g} goes"
         )
     return float(value)
 

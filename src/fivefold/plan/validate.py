@@ -115,7 +115,7 @@ def validate(
 ) -> Report:
     """Predict every row and compare. `folds`: calibrate on the other parts; `by`: what is never in two parts.
 
-    `prior`: what a fold starts from; None: the shipped coefficients.
+    `prior`: what a fold starts from; None: the shipped coefficients, whose own runs are not scored.
     Raises: RecordError where nothing can be scored.
     """
     import numpy as np
@@ -132,8 +132,8 @@ def validate(
         for row, toy, ok in zip(priced.rows, toys, usable)
         if not ok and id(row) not in counted
     ]
-    taught = _identities(price(_teachers(calibration)))
-    known = np.array([one in taught for one in _identities(priced)], dtype=bool)
+    taught = set() if folds and prior is not None else set(identities(price(_teachers(calibration))))
+    known = np.array([one in taught for one in identities(priced)], dtype=bool)
     in_sample = bool(usable.any() and (known | ~usable).all())
     scored = np.flatnonzero(usable & (~known | in_sample))
     if not len(scored) and not memory:
@@ -194,7 +194,7 @@ def _teachers(calibration: Calibration | None) -> list[Row]:
     return list(calibration.rows) if calibration else [Row(0, values) for values in fitted_rows()]
 
 
-def _identities(priced: Priced) -> list[str]:
+def identities(priced: Priced) -> list[str]:
     """What makes two rows one run: the same job and layout, and the same time."""
     columns = (*ranking.JOB, *ranking.LAYOUT)
     return [
@@ -242,4 +242,12 @@ _MODEL = ("model_name", "layers", "hidden", "heads", "ffn_hidden", "experts", "m
 
 def _memory(rows: list[Row]) -> list[tuple[Row, float]]:
     """Error of the predicted peak of memory, of rows that have a measured one and did not run out of it."""
-    return []
+    from fivefold.plan.memory_rows import predicted_gib
+
+    found = []
+    for row in rows:
+        if row.peak_mem_gib and not row.oom:
+            predicted = predicted_gib(row.values)
+            if not isinstance(predicted, str):
+                found.append((row, predicted / row.peak_mem_gib - 1))
+    return found

@@ -1,10 +1,12 @@
-"""Verify all dense strategies together, each layout against one device.
+"""Verify all strategies together, each layout against one device.
 
-Every power-of-two shape up to 8 ranks and some of 3, 5, 6 and 7, with options pairwise; then 100 layouts of 16 ranks
-that cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule and cp method. Each recomputes in backward
-in some form, such that every form meets every option.
+Every power-of-two shape up to 8 ranks and some of 3, 5, 6 and 7, with options pairwise, and every cut of the experts;
+then layouts of 16 ranks that cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule, cp method, ep and
+etp. Each recomputes in backward in some form, such that every form meets every option; routers have losses, selection
+biases and, every second time, a capacity.
 
     python benchmarks/verify_walk.py [--models tiny-llama,tiny-uneven] [--dtype float64] [--folder FOLDER] [--out FILE]
+    python benchmarks/verify_walk.py --models tiny-moe,tiny-qwen-moe,tiny-mla-moe --large 38
 
 Verdicts are kept in FOLDER as they come, so that the same command goes on where it was stopped. Prints the largest
 error of each part; exit code 1 if a layout fails.
@@ -35,7 +37,6 @@ from fivefold.verify.workload import common_plans
 
 SAMPLED = 4
 """Of the layouts of 3, 5, 6 and 7 ranks that cover pairs of options, one in so many is taken."""
-AT_16 = 100
 
 
 def candidates(spec: ModelSpec, ranks: int) -> list[Layout]:
@@ -49,12 +50,12 @@ def small(spec: ModelSpec) -> list[Layout]:
     return powers + others[::SAMPLED]
 
 
-def large(spec: ModelSpec) -> list[Layout]:
-    """16 ranks, two along each axis: a pairwise cover, and others evenly spread over the legal ones."""
+def large(spec: ModelSpec, least: int) -> list[Layout]:
+    """16 ranks, two along each axis: a pairwise cover, and others evenly spread over the legal ones up to `least`."""
     legal = [one for one in candidates(spec, 16) if (one.dp, one.tp, one.pp, one.cp) == (2, 2, 2, 2)]
     chosen = covering(legal)
     rest = [layout for layout in legal if layout not in set(chosen)]
-    wanted = max(0, min(AT_16 - len(chosen), len(rest)))
+    wanted = max(0, min(least - len(chosen), len(rest)))
     return chosen + [rest[i * len(rest) // wanted] for i in range(wanted)]
 
 
@@ -75,12 +76,13 @@ def main() -> int:
     parser.add_argument("--models", default="tiny-llama,tiny-uneven")
     parser.add_argument("--dtype", default="float64", choices=["float64", "float32"])
     parser.add_argument("--folder", type=Path, default=Path(".fivefold/walk"))
+    parser.add_argument("--large", type=int, default=100, help="at least so many layouts of 16 ranks a model")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     started, found = time.time(), {}
     for name in options.models.split(","):
         spec = preset(name)
-        for size, layouts in (("up to 8 ranks", small(spec)), ("16 ranks", large(spec))):
+        for size, layouts in (("up to 8 ranks", small(spec)), ("16 ranks", large(spec, options.large))):
             results = options.folder / f"{name}-{options.dtype}.jsonl"
             cases = with_recompute(layouts, recompute_options(spec))
             verdicts = walk(spec, cases, dtype=options.dtype, device="cpu", results=results)

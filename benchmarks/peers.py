@@ -14,6 +14,7 @@ zero3 step         FSDP2: `reshard_after_forward=False`, `set_requires_gradient_
 zero1, 2, 3        DeepSpeed ZeRO-1, 2, 3; the third also with all parameters cut (`peers_deepspeed.py`)
 pp2                DeepSpeed `PipelineModule`, 1F1B
 cp2:ulysses        DeepSpeed `DistributedAttention`
+dp2 ep2            DeepSpeed `MoE`, two of eight experts for each token, none dropped
 tp2, tp2 nosp      transformers, `tp_plan="auto"`
 
 Every opponent gets what a careful user would write: fused AdamW, clipping, sums rather than means (gloo has no
@@ -34,7 +35,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
 from importlib import metadata
@@ -72,6 +73,8 @@ from single_rank import (
 )
 
 RANKS, ROUNDS = 2, 6
+NEVER_CLIPS = 1e3
+"""DeepSpeed clips by the mean of the ranks' norms, each of its own experts: so both compute norms, which do not act."""
 LARGE = Case(1024, 2, 16, 4, 2816, 1, 128, 0.0, 0.0)
 
 
@@ -144,6 +147,8 @@ class Contest:
     package: str
     targets: Mapping[int, float | None]
     execution: Mapping[str, Any] = field(default_factory=dict)
+    experts: int = 0
+    clip_norm: float = 1.0
 
     @property
     def name(self) -> str:
@@ -174,6 +179,10 @@ def contests() -> list[Contest]:
         )
         for layout, name, options in rows
     ]  # fmt: skip
+    experts = Contest(
+        layout="dp2 ep2", against="DeepSpeed MoE EP2", package="deepspeed", make=partial(deepspeed, maker="experts"),
+        targets=dict.fromkeys((64, 256), 1.0), experts=8, clip_norm=NEVER_CLIPS,
+    )  # fmt: skip
     tensor = [
         Contest(
             layout=layout, against="transformers TP2", package="transformers", make=transformers_tp,
@@ -185,15 +194,15 @@ def contests() -> list[Contest]:
             ("tp2", dict.fromkeys((64, 256, 1024))),
         )
     ]  # fmt: skip
-    return fsdp + speed + tensor
+    return [*fsdp, *speed, experts, *tensor]
 
 
 def plan_for(contest: Contest, case: Case) -> Plan:
     plan, layout = plan_of(case), Layout.parse(contest.layout)
     workload = plan.workload.replace(global_batch=plan.workload.global_batch * layout.dp)
-    return plan.replace(
-        layout=layout, workload=workload, execution=plan.execution.replace(**contest.execution)
-    )
+    optimizer = plan.execution.optimizer.replace(clip_norm=contest.clip_norm)
+    execution = plan.execution.replace(optimizer=optimizer, **contest.execution)
+    return plan.replace(layout=layout, workload=workload, execution=execution)
 
 
 def measure_round(
@@ -294,6 +303,7 @@ def main() -> None:
     rows = []
     for contest in chosen:
         for case in (*CASES, LARGE):
+            case = replace(case, experts=contest.experts)
             if case.hidden not in contest.targets or case.hidden not in (options.hidden or contest.targets):
                 continue
             if contest.package in missing:

@@ -12,6 +12,9 @@ It trains our decoder, so that only the machinery differs. Shims, all that it ta
 - The pipeline's layers hold their rotary angles, made once: its stages pass on nothing but hidden states.
 - The pipeline's parameters are marked `model_parallel`: without that it clips every stage by the gradient norm of the
   first one alone.
+- Its `MoE` returns a tuple; layers take the first. Experts are three products, as ours; the second choice is the second
+  best (`top2_2nd_expert_sampling=False`), no token is dropped. It clips by the mean over ranks of norms that are each
+  of other experts: no gradient is clipped in that contest.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
@@ -134,6 +139,51 @@ def ulysses(job: Job) -> Step:
         attention.core = Ulysses(attention.get_submodule("core"))
     engine = make_engine(job, Trained(model, job.positions), {"stage": 0}, mpu=parallel_state_sp)
     return loop(job, engine, MICROBATCHES)
+
+
+class Expert(nn.Module):
+    """One gated expert, from a slice of our stacked weights. Shapes: [..., D] -> [..., D]."""
+
+    def __init__(self, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Parameter(w.clone()) for w in (gate_FD, up_FD, down_DF))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+class Routed(nn.Module):
+    """DeepSpeed's `MoE` in the place of ours. Shapes: x_BSD -> [B, S, D]."""
+
+    def __init__(self, moe: nn.Module, ranks: int, rank: int) -> None:
+        super().__init__()
+        gate_EFD, up_EFD, down_EDF = (
+            moe.get_parameter(f"experts.{name}").data for name in ("gate", "up", "down")
+        )
+        number = len(gate_EFD)
+        self.moe = MoE(
+            gate_EFD.shape[2], Expert(gate_EFD[0], up_EFD[0], down_EDF[0]), num_experts=number, ep_size=ranks, k=2,
+            drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False,
+        )  # fmt: skip
+        self.moe.deepspeed_moe.gate.wg.weight.data.copy_(moe.get_parameter("router.weight"))
+        first = rank * number // ranks
+        for i, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts, start=first):
+            for own, whole in ((expert.gate, gate_EFD), (expert.up, up_EFD), (expert.down, down_EDF)):
+                own.data.copy_(whole[i])
+
+    def forward(self, x_BSD: Tensor, _: Tensor | None) -> Tensor:
+        y_BSD: Tensor = self.moe(x_BSD)[0]
+        return y_BSD
+
+
+def experts(job: Job) -> Step:
+    """`MoE` with half of the experts on each rank, the rest of the model on both."""
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    model = whole_model(job)
+    for layer in model.layers.values():
+        layer.mlp = Routed(layer.get_submodule("mlp"), job.plan.layout.ep, job.rank.rank)
+    engine = make_engine(job, Trained(model, job.positions), {"stage": 0})
+    return loop(job, engine, job.plan.layout.dp * MICROBATCHES)
 
 
 class Turned(nn.Module):

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from fivefold.core.cluster import Cluster
 from fivefold.core.execution import Execution
 from fivefold.core.layout import Layout
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
@@ -68,6 +68,8 @@ class Case:
     seq_len: int
     target_plain: float
     target_transformers: float
+    experts: int = 0
+    """Of each layer, two of them for each token; 0: a dense model."""
 
     @property
     def tokens(self) -> int:
@@ -106,7 +108,7 @@ class Batches:
 def plan_of(case: Case) -> Plan:
     block = BlockSpec(
         attention=AttentionSpec(heads=case.heads, kv_heads=case.kv_heads, head_dim=case.hidden // case.heads),
-        mlp=MLPSpec(ffn=case.ffn),
+        mlp=MoESpec(experts=case.experts, top_k=2, ffn=case.ffn) if case.experts else MLPSpec(ffn=case.ffn),
     )
     spec = ModelSpec(
         name=f"hidden {case.hidden}", hidden=case.hidden, vocab=VOCAB, blocks=(block,) * case.layers

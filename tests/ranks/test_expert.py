@@ -5,6 +5,9 @@ T tokens of a rank, K choices, E experts, D hidden.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.catalog.models import preset
+from fivefold.core.events import total_bytes
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import MoESpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.router import RouterConfig
+from fivefold.data.batches import SyntheticDataset
 from fivefold.errors import ConfigError, LayoutError
 from fivefold.nn.moe import Experts
+from fivefold.runtime.launch import Rank, run_ranks
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies import compose
 from fivefold.strategies.expert.dispatch import Cut, DispatchedExperts, Padding
 from fivefold.strategies.expert.rules import same_tokens
+from fivefold.train.experts import ExpertNumbers
+from fivefold.train.trainer import StepMetrics, Trainer
 from fivefold.verify.verify import Reference, verify
 from fivefold.verify.workload import ROUTERS, common_plans
 
+from .command_line import CommandLine
 from .models import PLAIN, ROUTED
-from .resuming import Job, train, whole
+from .resuming import BATCH, SEQ_LEN, Job, train, whole
 
 LONG = pytest.mark.exhaustive
 
@@ -200,3 +209,81 @@ def test_user_mistakes() -> None:
         ConfigError, match=r"router.bias_speed does nothing: no router of tiny-moe has a selection"
     ):
         compose.check(plan)
+
+
+# What a run says of its routers
+
+
+def told(layout: str, recompute: str = "none") -> list[tuple[list[StepMetrics], dict[str, Any], int]]:
+    """Of every rank: its steps, the counts that a record gets, and all-to-all bytes of the last step in the ledger."""
+
+    def run(rank: Rank) -> tuple[list[StepMetrics], dict[str, Any], int]:
+        router = RouterConfig(balance_coefficient=0.02, z_coefficient=0.01, capacity_factor=0.9)
+        plan = Job(ROUTED, OptimizerConfig(lr=1e-2), 2, micro_batch=2, router=router).plan(layout)
+        plan = plan.replace(execution=plan.execution.replace(recompute=recompute))
+        trainer = Trainer(plan, rank, SyntheticDataset(plan.model.vocab, SEQ_LEN, seed=5), steps=2, seed=3)
+        steps = list(trainer)
+        assert trainer.profile is not None
+        events = {e: n for e, n in trainer.profile.events.items() if e.op == "all_to_all"}
+        return steps, trainer.experts.as_result(), total_bytes(Counter(events), axis="ep")
+
+    return run_ranks(run, ranks=Layout.parse(layout).world_size, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [("dp2 pp2 ep2", "full"), pytest.param("cp2:ulysses tp2 ep4", "none", marks=LONG)],
+)
+def test_a_run_says_the_same_of_its_routers_at_every_layout(layout: str, recompute: str) -> None:
+    ((alone, sums, nothing),) = told("dp1")
+    assert nothing == 0
+    for steps, counts, dispatched in told(layout, recompute):
+        assert counts == {**sums, "ep": Layout.parse(layout).ep, "layers": mostly(sums["layers"])}
+        for step, one in zip(steps, alone, strict=True):
+            assert step.experts is not None
+            same = replace(step.experts, rank_imbalance=None, dispatch_bytes=None)
+            assert numbers(same) == pytest.approx(numbers(one.experts), rel=1e-9)
+            assert step.experts.dropped_choices > 0
+            assert step.experts.rank_imbalance is not None
+            assert 1 <= step.experts.rank_imbalance <= step.experts.expert_imbalance
+        assert dispatched == steps[-1].experts.dispatch_bytes > 0  # type: ignore[union-attr, operator]
+    tokens = BATCH * SEQ_LEN
+    assert [sum(layer["chosen_last_step"]) for layer in sums["layers"]] == [2 * tokens, 3 * tokens]
+    assert [sum(layer["chosen"]) for layer in sums["layers"]] == [4 * tokens, 6 * tokens]
+
+
+def numbers(experts: ExpertNumbers | None) -> dict[str, float]:
+    assert experts is not None
+    return {name: value for name, value in dataclasses.asdict(experts).items() if value is not None}
+
+
+def mostly(layers: list[dict[str, Any]]) -> list[Any]:
+    """The same but for the last digits of the entropy, which is summed in another order."""
+    return [{**layer, "entropy": pytest.approx(layer["entropy"], rel=1e-9)} for layer in layers]
+
+
+def test_a_recorded_run_has_its_experts(fivefold: CommandLine) -> None:
+    routed = {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+    }
+    fivefold.model(**routed)
+    assert fivefold("train", "train.yaml", "layout=dp2 ep2").code == 0
+    run = fivefold.last_run()
+    (layer,) = run["results"]["experts"]["layers"]
+    assert run["results"]["experts"]["steps"] == 5
+    assert sum(layer["chosen"]) == 5 * 8 * 32 * 2
+    assert [line["dropped_choices"] for line in fivefold.metrics()] == [0] * 5
+    both = {(row["rank"], row["values"]["expert_imbalance"]) for row in run["metrics"] if row["step"] == 5}
+    assert {rank for rank, _ in both} == {0, 1}
+    assert len({value for _, value in both}) == 1
+    shown = fivefold("runs", "show", "last").out
+    assert "busiest expert" in shown
+    assert "chosen_last_step" not in shown
+
+    plan = fivefold("experts", "plan", "last", "--json").json()
+    assert plan["ranks"] == 2
+    assert [sum(one["loads"]) for one in plan["layers"]] == [pytest.approx(5 * 8 * 32 * 2)]
+    assert plan["layers"][0]["imbalance_after"] <= plan["layers"][0]["imbalance_before"]

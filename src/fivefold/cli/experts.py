@@ -17,42 +17,71 @@ def command() -> None:
 
 
 @command.command("plan")
-@click.argument("counts", type=click.Path(path_type=Path))
+@click.argument("source", metavar="COUNTS|RUN")
 @click.option(
-    "--ranks", "-n", type=click.IntRange(2, 4096), required=True, help="Ranks that share the experts (ep)."
-)
+    "--ranks", "-n", type=click.IntRange(2, 4096),
+    help="Ranks that share the experts (ep). Default: as many as in RUN.",
+)  # fmt: skip
 @click.option(
     "--spare", type=click.IntRange(0, 4096), default=1, show_default=True, help="Spare slots of each rank."
 )
+@click.option(
+    "--records", type=click.Path(path_type=Path), help="The store that has RUN. Default: as `fivefold runs`."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def plan(counts: Path, ranks: int, spare: int, as_json: bool) -> int:
+def plan(source: str, ranks: int | None, spare: int, records: Path | None, as_json: bool) -> int:
     """Choose copies of hot experts so that the most loaded rank is least loaded.
 
     COUNTS is a JSON file: how often each expert was chosen, a list of numbers, or a list of such lists, one a layer.
+    RUN is a recorded training run, whose steps are taken together: its id, the first characters of it, or `last`.
 
     \b
       fivefold experts plan counts.json --ranks 8 --spare 1
+      fivefold experts plan last
     """
     from fivefold.cli.output import print_json
-    from fivefold.strategies.expert.counts_file import read_counts
     from fivefold.strategies.expert.placement import contiguous, place_experts
 
-    found = [
-        (layer, contiguous(layer, ranks), place_experts(layer, ranks, spare)) for layer in read_counts(counts)
-    ]
+    counts, ranks = _read(source, ranks, records)
+    found = {
+        number: (layer, contiguous(layer, ranks), place_experts(layer, ranks, spare))
+        for number, layer in counts.items()
+    }
     if as_json:
         layers = [
             {
+                "layer": number,
                 "imbalance_before": before.imbalance,
                 "imbalance_after": after.imbalance,
                 **_in_full(layer, after),
             }
-            for layer, before, after in found
+            for number, (layer, before, after) in found.items()
         ]
         print_json({"ranks": ranks, "spare": spare, "layers": layers})
         return 0
     _print_table(found, ranks, spare)
     return 0
+
+
+def _read(source: str, ranks: int | None, records: Path | None) -> tuple[dict[int, list[float]], int]:
+    """Counts by layer, and the number of ranks. What is a file is read as one; anything else names a run."""
+    from fivefold.errors import ConfigError, RecordError
+    from fivefold.records.store import Store
+    from fivefold.strategies.expert.counts_file import counts_of_run, read_counts
+
+    if records is None and (Path(source).exists() or Path(source).suffix):
+        counts, shared = dict(enumerate(read_counts(Path(source)))), 1
+    else:
+        try:
+            with Store.open(records, create=False) as store:
+                run = store.run(source)
+                found = counts_of_run(store.results(run.id), where=f"run {run.id}")
+        except RecordError as error:
+            raise RecordError(f"{source!r} is no file, and {error}") from None
+        counts, shared = found.layers, found.ep
+    if ranks is None and shared < 2:
+        raise ConfigError(f"{source} does not say how many ranks share the experts: add --ranks N")
+    return counts, ranks or shared
 
 
 def _in_full(layer: list[float], placement: ExpertPlacement) -> dict[str, Any]:
@@ -65,7 +94,7 @@ def _in_full(layer: list[float], placement: ExpertPlacement) -> dict[str, Any]:
 
 
 def _print_table(
-    found: list[tuple[list[float], ExpertPlacement, ExpertPlacement]], ranks: int, spare: int
+    found: dict[int, tuple[list[float], ExpertPlacement, ExpertPlacement]], ranks: int, spare: int
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -75,7 +104,7 @@ def _print_table(
     )
     for name in ("layer", "experts", "as they are", "with copies", "experts with more than one copy"):
         table.add_column(name, justify="right" if name != "experts with more than one copy" else "left")
-    for i, (layer, before, after) in enumerate(found):
+    for i, (layer, before, after) in found.items():
         several = [f"{e} ({n})" for e, n in enumerate(after.copies(len(layer))) if n > 1]
         more = f" and {len(several) - 8} more" if len(several) > 8 else ""
         table.add_row(

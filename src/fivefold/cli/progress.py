@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 ROOM = 135
 """Columns that a bar and all numbers take, without the title; a narrower terminal gets neither bar nor FLOP/s."""
+EXPERTS_ROOM = 32
+"""Those of a model with experts, beside them."""
 PLAIN_EVERY_S = 5.0
 """Seconds between two lines where there is no terminal."""
 
 
 class TrainProgress:
-    """Shows loss, throughput, FLOP/s, memory and the share of communication."""
+    """Shows loss, throughput, FLOP/s, memory, the share of communication and how unevenly experts are chosen."""
 
     def __init__(self) -> None:
         self.bar: Bar | None = None
@@ -46,7 +48,8 @@ class TrainProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        self.roomy = console.width >= ROOM + len(title)
+        room = ROOM + EXPERTS_ROOM * any(block.mlp.kind == "moe" for block in plan.model.blocks)
+        self.roomy = console.width >= room + len(title)
         if not self.roomy:
             console.print(title, markup=False, highlight=False)
         columns = (
@@ -66,7 +69,7 @@ class TrainProgress:
         flops = f"{format_count(metrics.flops_per_s)}FLOP/s  " if self.roomy else ""
         line = (
             f"loss {metrics.loss:.4f}{self.measured}  {format_count(metrics.tokens_per_s)} tok/s  "
-            f"{flops}{memory}  comm {metrics.comm_frac:.0%}"
+            f"{flops}{memory}  comm {metrics.comm_frac:.0%}{_of_experts(metrics)}"
         )
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=metrics.step, line=line)
@@ -91,3 +94,12 @@ class TrainProgress:
             from rich.console import Console
 
             Console(stderr=True).show_cursor(True)
+
+
+def _of_experts(metrics: StepMetrics) -> str:
+    """The busiest expert over the mean, and what was dropped; nothing for a model without experts."""
+    experts = metrics.experts
+    if experts is None:
+        return ""
+    dropped = f"  dropped {format_count(experts.dropped_choices)}" if experts.dropped_choices else ""
+    return f"  imbalance {experts.expert_imbalance:.2f}{dropped}"

@@ -1,7 +1,8 @@
-"""Results of a run as tables: settings, numbers by rank or stage, and the precision report."""
+"""Results of a run as tables: settings, numbers by rank or stage, experts, and the precision report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ MOST_SHOWN = 12
 
 
 def print_result(console: Console, name: str, value: dict[str, Any] | list[Any]) -> None:
-    """A result under its name: the precision report, the settings that are no defaults, rows, or numbers in order."""
+    """A result under its name: a report, the settings that are no defaults, rows, or numbers in order."""
     if not value:
         return
     console.print(clean(name), style="bold")
     if name == "precision" and isinstance(value, dict) and "layers" in value:
         return _print_precision(console, value)
+    if name == "experts" and isinstance(value, dict) and "layers" in value:
+        return _print_experts(console, value)
     if name == "config" and isinstance(value, dict):
         value = _changed(value)
     if isinstance(value, list) and all(isinstance(row, dict) for row in value):
@@ -63,6 +66,32 @@ def _print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             console.print(clean(line))
     if len(rows) > MOST_SHOWN:
         console.print(clean(f"and {len(rows) - MOST_SHOWN} more; --json has all of them"))
+
+
+def _print_experts(console: Console, counts: Mapping[str, Any]) -> None:
+    """A row for each routed layer: how unevenly its experts were chosen, in all steps and in the last."""
+    from fivefold.strategies.expert.placement import imbalance
+
+    ep, layers = counts["ep"], counts["layers"]
+    ranks = [f"of {ep} ranks"] if ep > 1 else []
+    made = make_table(
+        "layer", "experts", f"imbalance, {counts['steps']} steps", *ranks, "last step", "busiest expert",
+        "chosen by", "dropped", "entropy",
+    )  # fmt: skip
+    for row in layers[:MOST_SHOWN]:
+        chosen, total = row["chosen"], max(1, sum(row["chosen"]))
+        each = len(chosen) // ep
+        of_ranks = [sum(chosen[first : first + each]) for first in range(0, len(chosen), each)]
+        busiest = max(range(len(chosen)), key=chosen.__getitem__)
+        made.add_row(
+            clean(str(row["layer"])), clean(str(len(chosen))), f"{imbalance(chosen):.2f}",
+            *([f"{imbalance(of_ranks):.2f}"] if ranks else []), f"{imbalance(row['chosen_last_step']):.2f}",
+            str(busiest), f"{chosen[busiest] / max(1, row['tokens']):.1%} of tokens",
+            f"{row['dropped'] / total:.1%}", f"{row['entropy']:.3f} of {math.log(len(chosen)):.3f}",
+        )  # fmt: skip
+    console.print(made)
+    if len(layers) > MOST_SHOWN:
+        console.print(clean(f"and {len(layers) - MOST_SHOWN} more layers; --json has all of them"))
 
 
 def _print_precision(console: Console, report: Mapping[str, Any]) -> None:

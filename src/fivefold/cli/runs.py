@@ -18,7 +18,7 @@ from fivefold.core.json_text import strict
 from fivefold.errors import RecordError
 from fivefold.records.store import STATUSES, RunRecord, Store, default_path, store_exists
 
-FOLLOWED = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_frac")
+FOLLOWED = ("loss", "grad_norm", "lr", "tokens_per_s", "comm_frac", "expert_imbalance")
 FOLLOW_EVERY_S = 0.5
 NARROW_LEAVES = ("name", "took", "kind", "steps")
 """Columns of the list that a terminal may have no room for, the first to leave first."""

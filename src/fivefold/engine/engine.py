@@ -67,6 +67,8 @@ class StepResult:
     trace: Trace
     routing: dict[int, LayerRouting]
     """What the routers did, by layer of the whole model; empty for a model without experts."""
+    dispatch_bytes: int
+    """Of this rank's all-to-alls over ep: of each, the larger of what went and what came."""
 
 
 class Engine:
@@ -180,6 +182,7 @@ class Engine:
             comm_s=mesh.clock.seconds(),
             trace=trace,
             routing=routing,
+            dispatch_bytes=0 if self.routers is None else self.routers.dispatch_bytes,
         )
 
     def gradient_scale(self, valid: Tensor) -> Tensor:

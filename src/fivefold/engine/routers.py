@@ -92,6 +92,7 @@ class Routers:
     def begin(self, *, scale: float) -> None:
         """Before a step. `scale`: what its gradients are multiplied by."""
         self.counting = True
+        self.mesh.axis("ep").exchanged_bytes = 0
         for layer in (*self.routers, *self._others):
             width = self.spec[layer].experts + len(NUMBERS)
             self._seen[layer] = torch.zeros(width, dtype=torch.float64, device=self.mesh.device.device)
@@ -101,6 +102,11 @@ class Routers:
                 router.losses.per_sequence = 1.0 / self.plan.workload.global_batch
                 router.losses.per_token = 1.0 / self.tokens
                 router.losses.gradient_scale = scale
+
+    @property
+    def dispatch_bytes(self) -> int:
+        """Of the all-to-alls of this rank since `begin`: tokens to their experts and back, forward and backward."""
+        return self.mesh.axis("ep").exchanged_bytes
 
     def finish(self) -> dict[int, LayerRouting]:
         """After the backwards of a step: what all routed layers of the model did. Comm: see the head of this file."""

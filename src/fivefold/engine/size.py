@@ -30,13 +30,15 @@ def check_size(plan: Plan, *, what: str, advice: str, copies: int = TRAINING_COP
 
     Formula: parameters x bytes of the gradient dtype x copies x (f + (1 - f) / n) x dp*cp (tp and pp share one copy),
              where ZeRO over n ranks leaves the fraction f on each of them: gradients and parameters with zero1,
-             parameters with zero2, nothing with zero3.
+             parameters with zero2, nothing with zero3. Of routed experts x edp: ep and etp share one copy as well.
     """
-    count = parameter_counts(plan.model)["total_parameters"]
+    counts = parameter_counts(plan.model)
+    count, experts = counts["total_parameters"], counts["by_component"]["experts"]
     layout = plan.layout
     on_each = WHOLE_FRAC[layout.zero]
-    held = layout.data * (on_each + (1 - on_each) / layout.data_shards)
-    states = int(count * plan.execution.grad_itemsize_bytes * copies * held)
+    held = (count - experts) * layout.data * (on_each + (1 - on_each) / layout.data_shards)
+    held += experts * layout.edp * (on_each + (1 - on_each) / max(1, layout.expert_shards))
+    states = int(held * plan.execution.grad_itemsize_bytes * copies)
     activations, of = _activation_bytes(plan)
     needed, free = states + activations, psutil.virtual_memory().available
     if needed > free:

@@ -33,6 +33,8 @@ class Axis:
         self.degree = len(ranks)
         self.index = ranks.index(rank)
         self.clock = clock
+        self.exchanged_bytes = 0
+        """Of all exchanges since whoever counts them set it to 0: of each, the larger of what went and what came."""
         made = None
         if parallel:
             timeout = default_timeout(clock.device.device)
@@ -100,6 +102,7 @@ class Axis:
         """Begin `exchange`; `wait` returns the rows that came, in axis order."""
         x = x.contiguous()
         out = x.new_empty(sum(receives), *x.shape[1:])
+        self.exchanged_bytes += max(x.nbytes, out.nbytes)
         work = dist.all_to_all_single(out, x, list(receives), list(sends), group=self._active, async_op=True)
         return Handle(self, out, work, keep=x)
 

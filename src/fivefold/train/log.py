@@ -15,7 +15,9 @@ from fivefold.core.plan import Plan
 from fivefold.errors import RecordError
 from fivefold.records.store import Run
 from fivefold.runtime.launch import Rank
+from fivefold.strategies.expert.counts_file import RESULT as EXPERTS
 from fivefold.train.config import TrainConfig
+from fivefold.train.experts import ExpertCounts
 from fivefold.train.precision import PRECISION, Look, Precision, as_result, joined, thinned
 from fivefold.train.sinks import open_sinks
 from fivefold.train.trainer import StepMetrics
@@ -39,12 +41,14 @@ class Log:
         *,
         start: int = 0,
         precision: Precision | None = None,
+        experts: ExpertCounts | None = None,
     ) -> None:
         """`start`: steps that were taken before; their lines in the metrics file are kept.
 
-        `precision`: this rank's part of the precision report, which goes to the record.
+        `precision`: this rank's part of the precision report; `experts`: how often each expert was chosen. Both go to
+        the record.
         """
-        self.rank, self.run, self.precision = rank, run, precision
+        self.rank, self.run, self.precision, self.experts = rank, run, precision, experts
         self.looks: list[Look] = []
         self.sinks = open_sinks(config.log, plan) if rank.rank == 0 else []
         self.rows: list[tuple[int, int, dict[str, float]]] = []
@@ -97,6 +101,8 @@ class Log:
         if self.precision is not None and self.precision.told:
             self.looks = thinned([*self.looks, *joined(seen for _, seen in gathered)])
             self.run.result(PRECISION, as_result(self.precision, self.looks))
+        if self.experts is not None and self.experts.layers:
+            self.run.result(EXPERTS, self.experts.as_result())
 
     def _gather(self, value: Any) -> list[Any]:
         """The value of every rank on rank 0; elsewhere this rank's own."""

@@ -270,7 +270,9 @@ def train_rank(
             data=corpus, warn=progress.warn, model_files=data.companions.to_files(),
         )  # fmt: skip
     first = rank.rank == 0
-    log = Log(config, plan, rank, run, start=trainer.start, precision=trainer.precision)
+    log = Log(
+        config, plan, rank, run, start=trainer.start, precision=trainer.precision, experts=trainer.experts
+    )
     if first:
         progress.start(plan, trainer.start, config.steps, rank)
     try:

@@ -21,6 +21,7 @@ from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
 from fivefold.runtime.memory import LiveBytes
 from fivefold.runtime.mesh import Mesh
+from fivefold.train.experts import ExpertCounts, ExpertNumbers, numbers_of
 from fivefold.train.nonfinite import find_nonfinite
 from fivefold.train.precision import Precision
 
@@ -57,12 +58,16 @@ class StepMetrics:
     """Skipped steps so far that only overflowed their loss scale; None without one."""
     validation_loss: float | None = None
     """Mean over the valid tokens of the held-out samples, after this step; None where it was not measured."""
+    experts: ExpertNumbers | None = None
+    """What the routers did; None for a model without experts."""
 
     def numbers(self) -> dict[str, float]:
         """All numbers that there are but the step itself, flat: what a record holds."""
-        values = asdict(self).items()
-        flat = {key: value for key, value in values if key not in ("step", "comm_s") and value is not None}
-        return {**flat, **{f"comm_{axis}_s": seconds for axis, seconds in self.comm_s.items()}}
+        values = asdict(self)
+        parts = {f"comm_{axis}_s": seconds for axis, seconds in values.pop("comm_s").items()}
+        parts.update(values.pop("experts") or {})
+        del values["step"]
+        return {key: value for key, value in {**values, **parts}.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class Trainer:
         self.mesh = Mesh(plan.layout, rank.rank, rank.device)
         self.engine = Engine(plan, self.mesh, seed=seed, weights=weights)
         self.precision = Precision(self.engine, look_every)
+        self.experts = ExpertCounts(plan)
         self.tokens = plan.workload.tokens
         self.flops = training_flops(plan.model, plan.workload.seq_len) * self.tokens
         self.profile: Profile | None = None
@@ -129,6 +135,7 @@ class Trainer:
         if not watched:
             self._chunk_s.append(result.trace.chunk_s)
         self.precision.after(step + 1, result)
+        self.experts.after(result.routing)
         if not result.updated:
             self.skipped += 1
             if not (result.overflow or self.skip_nonfinite):
@@ -191,4 +198,5 @@ class Trainer:
             comm_s=result.comm_s,
             pipeline_s=result.trace.total_s,
             busy_s=result.trace.busy_s,
+            experts=numbers_of(self.plan, result.routing, result.dispatch_bytes),
         )

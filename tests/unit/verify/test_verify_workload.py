@@ -161,6 +161,39 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     assert str(caught.value).endswith(SHRINK)
 
 
+@pytest.mark.parametrize(
+    ("text", "dense", "experts"),
+    [
+        ("dp4", 4.0, 4.0),
+        ("dp4 ep4", 4.0, 1.0),
+        ("dp4 ep2", 4.0, 2.0),
+        ("dp2 tp2 ep2 etp2", 2.0, 1.0),
+        ("dp4 ep2 zero3", 1.0, 1.0),
+        ("dp4 ep2 zero2", 4 * (0.25 + 0.75 / 4), 2 * (0.25 + 0.75 / 2)),
+    ],
+)
+def test_experts_are_held_by_the_ranks_that_share_none(
+    monkeypatch: pytest.MonkeyPatch, text: str, dense: float, experts: float
+) -> None:
+    spec = preset("tiny-moe")
+    plan = Plan(
+        model=spec, cluster=Cluster.parse("cpu"), layout=Layout.parse(text),
+        workload=Workload(seq_len=2, global_batch=4), execution=Execution(),
+    )  # fmt: skip
+    counts = parameter_counts(spec)
+    routed = counts["by_component"]["experts"]
+    assert 0 < routed < counts["total_parameters"]
+    states = 4 * 4 * (dense * (counts["total_parameters"] - routed) + experts * routed)
+    activations = plan.layout.dp * 2 * 4 * (spec.layers * spec.hidden + spec.vocab)
+    for free, fits in ((states + activations, True), (states + activations - 4, False)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        if fits:
+            check_size(plan, what="training", advice="")
+        else:
+            with pytest.raises(ConfigError, match="takes at least"):
+                check_size(plan, what="training", advice="")
+
+
 @pytest.mark.parametrize(("text", "held"), [("pp2:custom", None), ("pp2:gpipe", 24), ("pp2", 2)])
 def test_what_a_schedule_holds_must_fit(monkeypatch: pytest.MonkeyPatch, text: str, held: int | None) -> None:
     """24 microbatches at a time need 12 times what 2 do: 1F1B and a list of the same order fit, GPipe does not."""

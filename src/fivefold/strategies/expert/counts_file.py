@@ -1,14 +1,19 @@
-"""Reads how often experts were chosen from a file that somebody else may have written."""
+"""How often experts were chosen: from a file that somebody else may have written, or from the record of a run."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import DataError
 from fivefold.units import MIB
+
+RESULT = "experts"
+"""Where the record of a run has it: `{ep, steps, layers: [{layer, chosen, ..}]}`."""
 
 MOST_BYTES = 64 * MIB
 MOST_EXPERTS = 4096
@@ -33,10 +38,39 @@ def read_counts(path: Path) -> list[list[float]]:
     layers = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
     if len(layers) > MOST_LAYERS:
         raise DataError(f"{path} has {len(layers)} layers; at most {MOST_LAYERS}")
-    return [_layer(path, i, layer) for i, layer in enumerate(layers)]
+    return [_layer(str(path), i, layer) for i, layer in enumerate(layers)]
 
 
-def _layer(path: Path, i: int, layer: Any) -> list[float]:
+@dataclass(frozen=True)
+class RunCounts:
+    """What the record of a run has of its experts."""
+
+    ep: int
+    """Ranks that shared them."""
+    layers: dict[int, list[float]]
+    """By layer of the model: how often each expert was chosen, over all recorded steps."""
+
+
+def counts_of_run(results: Mapping[str, Any], *, where: str) -> RunCounts:
+    """From the results of a run. `where`: what a message calls it.
+
+    Raises: DataError for a run that counted none, or whose record is not as we write it.
+    """
+    found = results.get(RESULT)
+    if found is None:
+        raise DataError(
+            f"{where} has no counts of experts: name a run of `fivefold train` whose model has experts, or a file"
+        )
+    try:
+        return RunCounts(
+            int(found["ep"]),
+            {int(row["layer"]): _layer(where, row["layer"], row["chosen"]) for row in found["layers"]},
+        )
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"{where}: its counts of experts are damaged") from None
+
+
+def _layer(path: str, i: int, layer: Any) -> list[float]:
     if not isinstance(layer, list) or not 2 <= len(layer) <= MOST_EXPERTS:
         what = f"{len(layer)} numbers" if isinstance(layer, list) else f"a {type(layer).__name__}"
         raise DataError(

@@ -12,6 +12,7 @@ import pytest
 
 from fivefold.cli.main import run
 from fivefold.errors import DataError, LayoutError
+from fivefold.records.store import Store
 from fivefold.strategies.expert.counts_file import read_counts
 from fivefold.strategies.expert.placement import contiguous, place_experts
 
@@ -117,3 +118,37 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["experts", "plan", str(file), "-n", "4"]) == 0
     assert "2.400" in capsys.readouterr().out
     assert run(["experts", "plan", str(file), "-n", "3"]) == 2
+
+
+def test_a_plan_from_the_record_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "records.sqlite")
+    with Store.open(path) as store:
+        for layout, chosen in (("ep2", [30, 10, 5, 5]), ("dp1", [1, 2, 3, 4])):
+            with store.start(kind="train", layout=layout, model="tiny", plan={}) as made:
+                ep = 2 if layout == "ep2" else 1
+                made.result("experts", {"ep": ep, "steps": 3, "layers": [{"layer": 5, "chosen": chosen}]})
+        alone, shared = store.runs()
+        dense = store.start(kind="train", layout="dp1", model="tiny", plan={})
+        damaged = store.start(kind="train", layout="dp1", model="tiny", plan={})
+        damaged.result("experts", {"ep": 2, "layers": [{"layer": 5}]})
+
+    def plan(*arguments: str) -> tuple[int, str, str]:
+        code = run(["experts", "plan", *arguments, "--records", path, "--json"])
+        return (code, *capsys.readouterr())
+
+    code, out, _ = plan(shared.id)
+    assert code == 0
+    found = json.loads(out)
+    assert (found["ranks"], [layer["layer"] for layer in found["layers"]]) == (2, [5])
+    assert found["layers"][0]["imbalance_before"] == 40 / 25
+    assert plan(alone.id, "-n", "4")[0] == 0
+    for arguments, words in (
+        ([alone.id], "does not say how many ranks share the experts: add --ranks N"),
+        ([dense.id], f"run {dense.id} has no counts of experts"),
+        ([damaged.id], f"run {damaged.id}: its counts of experts are damaged"),
+        (["nothing"], "'nothing' is no file, and no run 'nothing' in"),
+    ):
+        code, out, error = plan(*arguments)
+        assert (code, out) == (2, "")
+        assert words in error
+        assert error.count("\n") == 1

@@ -94,8 +94,8 @@ def train_tokenizer(folder: Path, path: Path) -> None:
 def run_ours(corpus: str, tokenizer: str, out: str, workers: int) -> dict[str, Any]:
     from fivefold.data.prepare import PrepareOptions, prepare
 
-    named = {} if tokenizer == "byte" else {"bos_token": BOS, "eos_token": EOS}
-    options = PrepareOptions(tokenizer=tokenizer, **named)
+    bos, eos = (None, None) if tokenizer == "byte" else (BOS, EOS)
+    options = PrepareOptions(tokenizer=tokenizer, bos_token=bos, eos_token=eos)
     started = time.perf_counter()
     manifest = prepare([corpus], Path(out), options, workers=workers)
     took = time.perf_counter() - started
@@ -229,8 +229,8 @@ def main() -> int:
     parser.add_argument("--run", nargs=5, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.run:
-        who, *rest, workers = asked.run
-        result = RUNS[who](*rest, int(workers))
+        who, text, tokenizer, out, workers = asked.run
+        result = RUNS[who](text, tokenizer, out, int(workers))
         print(json.dumps({**result, "cpu_seconds": cpu_seconds()}))
         return 0
     results = []

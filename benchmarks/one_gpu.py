@@ -1,4 +1,4 @@
-"""What one accelerator does: a 1B-class Llama in bfloat16, and whether the numbers are those of the CPU.
+"""What one accelerator does: models of 1B (active) in bfloat16, and whether the numbers are those of the CPU.
 
     python benchmarks/one_gpu.py [--device cuda] [--compile] [--steps 12] [--peak-tflops 989.5] [--out FILE.json]
 
@@ -6,6 +6,9 @@
 2  The block kernel of ring attention at world size 1: forward and gradients in bfloat16 against float64 on the CPU.
 3  A Llama of 1.2 billion parameters (hidden 2048, 16 layers, GQA 32/8, ffn 8192, vocabulary 128,256), sequence 4096:
    tokens/s, MFU and peak memory, with `--compile` each layer through torch.compile.
+4  Experts of Qwen3-30B-A3B's layer (hidden 2048, 128 of width 768, 8 a token): forward and backward of their grouped
+   product in bfloat16 against a loop over experts, seconds of both and the error of each against float32.
+5  A mixture of 3.7 billion parameters of which 1.2 are active (16 experts of width 2048, 4 a token): as 3.
 
 MFU: model FLOPs of forward and backward (causal, no recompute) over `--peak-tflops`, the dense bfloat16 peak of
 the device (`src/fivefold/catalog/devices.yaml` lists some). Without an accelerator `--device cpu --small --length 128`
@@ -17,6 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -30,12 +35,13 @@ from fivefold.core.cluster import Cluster
 from fivefold.core.execution import DType, Execution
 from fivefold.core.layout import Layout
 from fivefold.core.model_counts import parameter_counts, training_flops
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
 from fivefold.data.batches import SyntheticDataset
 from fivefold.engine.engine import Engine
 from fivefold.engine.feed import feed
+from fivefold.nn.grouped import grouped_matmul
 from fivefold.records.machine import versions
 from fivefold.runtime.device import Device, device_kind, select_device
 from fivefold.runtime.mesh import Mesh
@@ -51,6 +57,12 @@ LLAMA_1B = ModelSpec(
     max_positions=8192,
     blocks=(BlockSpec(attention=ATTENTION, mlp=MLPSpec(ffn=8192)),) * 16,
 )
+MOE_1B = LLAMA_1B.replace(
+    name="moe-1b-active",
+    blocks=(BlockSpec(attention=ATTENTION, mlp=MoESpec(experts=16, top_k=4, ffn=2048)),) * 16,
+)
+QWEN3_30B = {"tokens": 8192, "experts": 128, "top_k": 8, "hidden": 2048, "ffn": 768}
+SMALL_EXPERTS = {"tokens": 64, "experts": 8, "top_k": 2, "hidden": 64, "ffn": 32}
 WARM_UP = 4
 
 
@@ -82,12 +94,12 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     q, k, v, grad = (x.to(device=device, dtype=dtype) for x in made)
     spans = (range(256),)
     here, view = parts(spans, spans, None, False), View(None, None, spans, spans, device)
-    merged = Merged(q)
+    merged = Merged(q, v.shape[-1])
     merged.add(k, v, here, view)
     out = merged.out.to(dtype)
     dq = torch.zeros_like(merged.out)
     dkv = torch.zeros(2, *k.shape, dtype=dq.dtype, device=device)
-    Gradients(q, out, merged.lse, grad, dq).add(k, v, dkv, here, view)
+    Gradients(q, out, merged.lse, grad, dq).add(k, v, (dkv[0], dkv[1]), here, view)
     return [x.double().cpu() for x in (out, dq, dkv[0], dkv[1])]
 
 
@@ -96,6 +108,49 @@ def attention_errors(device: Device) -> dict[str, float]:
     found, exact = attention(device.device, torch.bfloat16), attention(torch.device("cpu"), torch.float64)
     pairs = zip(("out", "dq", "dk", "dv"), found, exact, strict=True)
     return {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in pairs}
+
+
+def experts(device: Device, sizes: dict[str, int], steps: int) -> dict[str, float]:
+    """One expert matrix over routed rows, forward and both gradients: grouped, and a product for each expert.
+
+    Errors: the largest over output and gradients of max |a - b| / max |b| against the loop in float32.
+    """
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(sizes["tokens"], sizes["experts"], generator=generator).topk(sizes["top_k"]).indices
+    counts = chosen.flatten().bincount(minlength=sizes["experts"]).to(device.device)
+    shapes = (
+        (int(counts.sum()), sizes["hidden"]),
+        (sizes["experts"], sizes["ffn"], sizes["hidden"]),
+        (int(counts.sum()), sizes["ffn"]),
+    )
+    x, weight, grad = (
+        torch.randn(shape, generator=generator).to(device.device, torch.bfloat16) for shape in shapes
+    )
+    rows = counts.tolist()
+
+    def loop(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        return torch.cat([part @ one.t() for part, one in zip(x.split(rows), weight)])
+
+    def run(product: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [one.to(dtype).requires_grad_() for one in (x, weight)]
+        out = product(*leaves, counts)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    found: dict[str, float] = {}
+    exact = run(loop, torch.float32)
+    for name, product in (("grouped", grouped_matmul), ("loop", loop)):
+        taken = []
+        for _ in range(WARM_UP + steps):
+            device.synchronize()
+            started = time.perf_counter()
+            got = run(product, torch.bfloat16)
+            device.synchronize()
+            taken.append(time.perf_counter() - started)
+        found[f"{name}_s"] = median(taken[WARM_UP:])
+        found[f"{name}_error"] = max(
+            float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(got, exact, strict=True)
+        )
+    return found
 
 
 def speed(
@@ -147,17 +202,22 @@ def main() -> int:
         "device": torch.cuda.get_device_name() if device.kind == "cuda" else device.kind,
         "versions": versions(),
         "loss_error": max(abs(a - b) / b for a, b in zip(here, cpu, strict=True)),
-        "ring_attention_errors": errors,
+        "bfloat16_errors": errors,
     }
-    spec = preset("tiny-llama") if options.small else LLAMA_1B
-    result["parameters"] = parameter_counts(spec)["total_parameters"]
-    for compiled in (False, True) if options.compile else (False,):
+    result["experts"] = experts(device, SMALL_EXPERTS if options.small else QWEN3_30B, options.steps)
+    errors["experts"] = result["experts"]["grouped_error"]
+    presets = [preset(name) for name in ("tiny-llama", "tiny-moe")] if options.small else [LLAMA_1B, MOE_1B]
+    for spec, compiled in ((presets[0], False), (presets[0], True), (presets[1], False)):
+        if compiled and not options.compile:
+            continue
         row = speed(
             device, spec, rows=options.rows, length=options.length, steps=options.steps, compiled=compiled
         )
         if options.peak_tflops:
             row["mfu"] = row["flops_per_s"] / (options.peak_tflops * 1e12)
-        result["compiled" if compiled else "eager"] = row
+        counts = parameter_counts(spec)
+        row |= {key: counts[key] for key in ("total_parameters", "active_parameters")}
+        result[f"{spec.name}, {'compiled' if compiled else 'eager'}"] = row
     print(json.dumps(result, indent=1))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

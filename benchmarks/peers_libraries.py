@@ -94,7 +94,7 @@ def save_for_transformers(case: Case) -> tempfile.TemporaryDirectory[str]:
     from fivefold.nn.hub_names import hf_name
 
     spec = plan_of(case).model
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=VOCAB, hidden_size=case.hidden, intermediate_size=case.ffn,
         num_hidden_layers=case.layers, num_attention_heads=case.heads, num_key_value_heads=case.kv_heads,
         rms_norm_eps=spec.norm_eps, rope_theta=spec.rope_theta, use_cache=False, tie_word_embeddings=False,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 from fivefold.catalog.models import resolve
 from fivefold.strategies.pipeline.placement import balanced_counts, even_counts, flops
@@ -29,7 +30,7 @@ def main() -> int:
     costs = flops(spec, args.seq_len)
     rows = []
     for stages in args.stages:
-        row: dict[str, object] = {"stages": stages}
+        row: dict[str, Any] = {"stages": stages}
         for name, counts in (
             ("even", even_counts(spec.layers, stages)),
             ("flops", balanced_counts(costs, stages)),
@@ -43,11 +44,11 @@ def main() -> int:
         print(f"{spec.name}, {args.seq_len} tokens: max / mean of the stages' training FLOPs")
         for row in rows:
             for name in ("even", "flops"):
-                layers = "+".join(map(str, row[name]["layers"]))  # type: ignore[index]
-                print(f"pp{row['stages']:<3}@{name:<6}{row[name]['max_over_mean']:.3f}  {layers}")  # type: ignore[index]
+                layers = "+".join(map(str, row[name]["layers"]))
+                print(f"pp{row['stages']:<3}@{name:<6}{row[name]['max_over_mean']:.3f}  {layers}")
     worse = [
         row for row in rows if row["flops"]["max_over_mean"] > row["even"]["max_over_mean"] * (1 + 1e-12)
-    ]  # type: ignore[index]
+    ]
     return 1 if worse else 0
 
 

@@ -37,10 +37,10 @@ class Curve:
 
 def run(config: TrainConfig, stop_after: int) -> list[float]:
     """The losses of the first steps, on ranks of this machine."""
-    plan, dataset = prepare(config, "cpu")
+    plan, data = prepare(config, "cpu")
 
     def on_rank(rank: Rank) -> list[float]:
-        trainer = Trainer(plan, rank, dataset, steps=config.steps, seed=config.seed)
+        trainer = Trainer(plan, rank, data.train, steps=config.steps, seed=config.seed)
         return [trainer.step(step).loss for step in range(stop_after)]
 
     ranks: list[list[float]] = run_ranks(on_rank, ranks=plan.layout.world_size, device="cpu")

@@ -32,8 +32,8 @@ from fivefold.core.workload import Workload
 from fivefold.data.batches import SyntheticDataset
 from fivefold.runtime.device import Device
 from fivefold.runtime.launch import Rank
-from fivefold.train.config import CheckpointConfig
 from fivefold.train.saver import Saver
+from fivefold.train.sections import CheckpointConfig
 from fivefold.train.trainer import Trainer
 
 HIDDEN, FFN, VOCAB, SEQ_LEN, BATCH = 512, 1536, 512, 32, 2

@@ -179,7 +179,7 @@ def stock(case: Case, batches: Batches, weights: Weights) -> Step:
 
     spec, optimizer = plan_of(case).model, plan_of(case).execution.optimizer
     assert optimizer.clip_norm is not None
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=VOCAB, hidden_size=case.hidden, intermediate_size=case.ffn,
         num_hidden_layers=case.layers, num_attention_heads=case.heads, num_key_value_heads=case.kv_heads,
         rms_norm_eps=spec.norm_eps, rope_theta=spec.rope_theta, use_cache=False,
@@ -275,7 +275,7 @@ def compare(case: Case, opponent: str, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=120, help="pairs of steps for each comparison")
     parser.add_argument("--hidden", type=int, action="append", help="only this size (may be repeated)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

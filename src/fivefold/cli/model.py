@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fivefold.core.model_spec import ModelSpec
     from fivefold.nn.hub_write import Written
 
+WRITTEN = ("float32", "bfloat16", "float16")
+"""What weights can be written as."""
+
 SEQUENCE = 4096
 """Tokens in a sequence unless told otherwise."""
 
@@ -106,7 +109,7 @@ def _why_not(spec: ModelSpec) -> str | None:
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of all weights. Default: as they are in SRC."
+    "--dtype", type=click.Choice(WRITTEN), help="Of all weights. Default: as they are in SRC."
 )
 @click.option(
     "--shard-mib",
@@ -134,7 +137,7 @@ def convert(source: str, target: Path, dtype: str | None, shard_mib: int, as_jso
 @click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of all weights. Default: that of the run."
+    "--dtype", type=click.Choice(WRITTEN), help="Of all weights. Default: that of the run."
 )
 @click.option(
     "--shard-mib",

@@ -262,13 +262,17 @@ def convert(
 ) -> Written:
     """Write the checkpoint in folder `source` anew: other files, other dtype (None: each tensor keeps its own).
 
-    Memory: one parameter. Raises: ModelError for a source that cannot be read or a target that cannot be written.
+    Memory: one parameter. Raises: ModelError for a source that cannot be read, a target that cannot be written, or a
+            weight that is too large for float16.
     """
     checkpoint = HFCheckpoint.open(source)
     alone = Layout()
     rows = stored(checkpoint.spec)
     dtypes = {row.name: dtype or checkpoint.dtype_of(row.name) for row in rows}
-    values = ((row.name, checkpoint.read(row, alone, alone.coordinate(0), dtypes[row.name])) for row in rows)
+    values = (
+        (row.name, checkpoint.read(row, alone, alone.coordinate(0), checkpoint.dtype_of(row.name)))
+        for row in rows
+    )
     return write_hf(
         target,
         checkpoint.spec,

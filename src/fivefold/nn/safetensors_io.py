@@ -274,7 +274,10 @@ class TensorFile:
         return list(self._entries)
 
     def write(self, name: str, first: int, values: Tensor) -> None:
-        """Write `values` as rows of tensor `name` from row `first` on, converted to its dtype by blocks."""
+        """Write `values` as rows of tensor `name` from row `first` on, converted to its dtype by blocks.
+
+        Raises: ModelError for a finite value beyond float16, which would be written as infinity.
+        """
         entry = self._entries[name]
         dtype, itemsize = FLOATS[entry.dtype], BITS[entry.dtype] // 8
         at = entry.start + first * prod(entry.shape[1:]) * itemsize
@@ -283,6 +286,8 @@ class TensorFile:
         step = flat.numel() if flat.dtype == dtype and flat.is_cpu else BLOCK_BYTES // itemsize
         for start in range(0, flat.numel(), max(1, step)):
             block = flat[start : start + step].to(device="cpu", dtype=dtype)
+            if dtype == torch.float16 and flat.dtype != dtype:
+                _check_range(name, flat[start : start + step], block)
             _write_all(self._fd, at + start * itemsize, byte_view(block))
             del block  # before the next one is made
         self._left -= flat.numel() * itemsize
@@ -326,3 +331,10 @@ def _write_all(fd: int, at: int, data: memoryview) -> None:
     while data:
         n = os.pwrite(fd, data, at)
         data, at = data[n:], at + n
+
+
+def _check_range(name: str, values: Tensor, written: Tensor) -> None:
+    lost = written.isinf() & values.cpu().isfinite()
+    if lost.any():
+        largest = values.cpu()[lost].abs().max()
+        raise ModelError(f"{name} has a weight of {largest:.6g}, float16 ends at 65504; write it as bfloat16")

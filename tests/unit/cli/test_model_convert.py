@@ -47,6 +47,26 @@ def test_json_says_what_was_written(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(t, before[name].bfloat16()) for name, t in tensors.items())
 
 
+def test_float16_is_rounded_once_and_refuses_what_it_cannot_hold(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(source, tmp_path / "half", "--dtype", "float16")
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(tensor, before[name].half()) for name, tensor in after.items())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "float16"
+
+    values = ((row.name, torch.full(row.shape, 65519.0)) for row in parameters(SPEC))
+    run(write_hf(tmp_path / "large", SPEC, values).folder, tmp_path / "still", "--dtype", "float16")
+    values = ((row.name, torch.full(row.shape, -65520.0)) for row in parameters(SPEC))
+    large = write_hf(tmp_path / "larger", SPEC, values).folder
+    assert fivefold(["model", "convert", str(large), str(tmp_path / "new"), "--dtype", "float16"]) == 2
+    error = capsys.readouterr().err
+    assert "has a weight of 65520, float16 ends at 65504; write it as bfloat16" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_line_for_people(source: Path, tmp_path: Path) -> None:
     assert run(source, tmp_path / "new") == f"{tmp_path / 'new'}: 3.1 MiB of weights in 1 file\n"
 

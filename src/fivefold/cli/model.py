@@ -108,9 +108,7 @@ def _why_not(spec: ModelSpec) -> str | None:
 @command.command(name="convert")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
-@click.option(
-    "--dtype", type=click.Choice(WRITTEN), help="Of all weights. Default: as they are in SRC."
-)
+@click.option("--dtype", type=click.Choice(WRITTEN), help="Of all weights. Default: as they are in SRC.")
 @click.option(
     "--shard-mib",
     type=click.IntRange(1, 10**6),
@@ -136,9 +134,7 @@ def convert(source: str, target: Path, dtype: str | None, shard_mib: int, as_jso
 @command.command(name="export")
 @click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
-@click.option(
-    "--dtype", type=click.Choice(WRITTEN), help="Of all weights. Default: that of the run."
-)
+@click.option("--dtype", type=click.Choice(WRITTEN), help="Of all weights. Default: that of the run.")
 @click.option(
     "--shard-mib",
     type=click.IntRange(1, 10**6),

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from fivefold.cli import asked
-
-if TYPE_CHECKING:
-    from fivefold.core.layout import Layout
 
 
 @click.command()
@@ -43,22 +39,15 @@ def command(
     from fivefold.core.layout import Layout
     from fivefold.estimate.recompute import Recompute
     from fivefold.plan.clock import Choice, Clock, loaded
-    from fivefold.plan.legality import check
-    from fivefold.plan.result import (
-        layout_facts,
-        memory_facts,
-        memory_reasons,
-        nearest_that_fits,
-        speed_facts,
-        state_reason,
-    )
+    from fivefold.plan.legality import check, check_devices
+    from fivefold.plan.result import nearest_that_fits, plan_facts
     from fivefold.plan.search import evaluate
 
     layout, again = Layout.parse(text), Recompute.parse(recompute)
     usual = layout.dp * micro_batch * (4 * layout.pp if layout.pp > 1 else 1)
     options["global_batch"] = options["global_batch"] or usual
     question = asked.question(**options)
-    _check_devices(layout, question.devices, str(question.cluster))
+    check_devices(layout, question.devices, str(question.cluster))
     check(
         question.spec,
         layout,
@@ -67,44 +56,25 @@ def command(
         micro_batch=micro_batch,
     )
     (found,) = evaluate(question, Clock(question, loaded(calibration)), [Choice(layout, micro_batch, again)])
-    memory = found.memory
-    reasons = [*memory_reasons(question, memory), state_reason(question, layout, memory)]
-    if memory.fits(question.capacity_bytes) != "yes":
+    facts = plan_facts(question, found)
+    reasons = facts["reasons"]
+    if found.memory.fits(question.capacity_bytes) != "yes":
         nearest = nearest_that_fits(question, layout, micro_batch, again)
         reasons.append(
             f"nearest that fits: {nearest[0]}" if nearest else "no ZeRO stage or recompute makes it fit"
         )
     reasons += asked.said(options["cluster"])
-    facts = {
-        **layout_facts(layout, micro_batch, again),
+    facts |= {
         "model": question.spec.name,
         "cluster": str(question.cluster),
         "seq_len": question.seq_len,
         "global_batch": question.global_batch,
-        **speed_facts(question, found.step_s, found.low_s, found.high_s, found.terms),
-        **memory_facts(question, memory),
-        "reasons": reasons,
     }
     if as_json:
         print_json(facts)
     else:
         _print(facts)
     return 1 if facts["fits"] == "no" else 0
-
-
-def _check_devices(layout: Layout, devices: int, cluster: str) -> None:
-    from fivefold.errors import LayoutError
-
-    if layout.world_size == devices:
-        return
-    dp, rest = divmod(devices, layout.world_size // layout.dp)
-    nearest = ""
-    if dp and not rest:
-        with contextlib.suppress(LayoutError):  # more data ranks may not divide by ep or a group
-            nearest = f"; nearest: {layout.replace(dp=dp)}"
-    raise LayoutError(
-        f"{layout} takes {layout.world_size} devices (dp x tp x pp x cp), but {cluster} has {devices}{nearest}"
-    )
 
 
 def _print(facts: dict[str, Any]) -> None:

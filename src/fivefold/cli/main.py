@@ -25,6 +25,10 @@ COMMANDS = {
     "validate": ("fivefold.cli.validate", "Say how wrong the planner is on measured runs."),
     "layouts": ("fivefold.cli.layouts", "List every legal layout of a model, or say which rule forbids one."),
     "plan": ("fivefold.cli.plan", "Search all layouts of a model on a cluster: what fits, what is fastest."),
+    "explain": (
+        "fivefold.cli.explain",
+        "Say why a layout, and not another: what binds, and every step away.",
+    ),
     "estimate": ("fivefold.cli.estimate", "Estimate memory and step time of one layout, without running it."),
     "experts": ("fivefold.cli.experts", "Say where copies of busy experts should go."),
     "lab": ("fivefold.cli.lab", "Run a grid of layouts on real text, verify each, and write a report."),

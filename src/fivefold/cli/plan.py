@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fivefold.cli import asked
+from fivefold.cli import asked, searched
 
 if TYPE_CHECKING:
-    from fivefold.plan.lattice import Fixed
     from fivefold.plan.question import Question
-    from fivefold.plan.search import Answer, Found
-
-USUAL_TOKENS = 4_194_304
-"""Tokens of a step unless told otherwise: four million, or a sequence for every fourth device if that is more."""
+    from fivefold.plan.search import Answer
 
 
 @click.command()
@@ -53,68 +49,29 @@ def command(
     import time
 
     from fivefold.cli.output import print_json
-    from fivefold.errors import LayoutError
+    from fivefold.plan.clock import Clock, loaded
     from fivefold.plan.objectives import questions
-    from fivefold.plan.refusal import refusal
+    from fivefold.plan.search import search
 
     start = time.perf_counter()
-    options["global_batch"] = options["global_batch"] or 1
-    question = asked.question(**options)
-    question = _usual_batch(question) if options["global_batch"] == 1 else question
-    fixed = _fixed(text, micro_batch, recompute)
-    tried = [
-        (one, _search(one, given, top, calibration)) for one, given in questions(question, fixed, objective)
-    ]
-    kept = min(tried, key=lambda pair: _device_seconds_per_token(*pair))
-    asked_of, answer = kept
-    facts = _facts(asked_of, answer, elapsed_s=time.perf_counter() - start)
+    question = searched.question(**options)
+    fixed, known = searched.fixed(text, micro_batch, recompute), loaded(calibration)
+    tried = []
+    for one, given in questions(question, fixed, objective):
+        clock = Clock(one, known)
+        tried.append((clock, search(one, clock, given, top=top)))
+    clock, answer = min(tried, key=lambda pair: _device_seconds_per_token(pair[0].question, pair[1]))
+    facts = _facts(clock.question, answer, elapsed_s=time.perf_counter() - start)
     facts["reasons"] = asked.said(options["cluster"])
     if not answer.found:
-        why, nearest = refusal(asked_of, fixed, answer)
-        if not as_json:
-            raise LayoutError(why)
-        print_json({**facts, "refusal": why, "nearest": nearest})
-        return 2
+        return searched.refuse(clock.question, fixed, answer, facts, as_json)
     if as_json:
         print_json(facts)
     else:
-        _print(facts)
+        from fivefold.plan.explain.explanation import short
+
+        _print(facts, short(clock.question, clock, answer.found[0]))
     return 0
-
-
-def _usual_batch(question: Question) -> Question:
-    from dataclasses import replace
-
-    batch = max(1, USUAL_TOKENS // question.seq_len, question.devices // 4)
-    return replace(question, global_batch=batch)
-
-
-def _fixed(text: str, micro_batch: int | None, recompute: str | None) -> Fixed:
-    from fivefold.core.layout import Layout
-    from fivefold.core.layout_text import read_layout
-    from fivefold.errors import LayoutError
-    from fivefold.estimate.recompute import Recompute
-    from fivefold.plan.lattice import Fixed
-
-    fields = read_layout(text) if text.split() else {}
-    for name in ("order", "placement", "zero_group"):
-        if name in fields:
-            raise LayoutError(f"--fix {text!r}: {name.replace('_', ' ')} is not searched; leave it out")
-    if fields.get("schedule") in ("gpipe", "bfs", "custom"):
-        raise LayoutError(
-            f"--fix {text!r}: {fields['schedule']} is not searched; 1f1b, zbh1, zbv and dualpipev are"
-        )
-    of_pipeline: dict[str, Any] = {name: fields[name] for name in ("schedule", "chunks") if name in fields}
-    Layout(**of_pipeline, pp=2)
-    again = Recompute.parse(recompute) if recompute is not None else None
-    return Fixed(layout=fields, micro_batch=micro_batch, recompute=again)
-
-
-def _search(question: Question, fixed: Fixed, top: int, calibration: Path | None) -> Answer:
-    from fivefold.plan.clock import Clock, loaded
-    from fivefold.plan.search import search
-
-    return search(question, Clock(question, loaded(calibration)), fixed, top=top)
 
 
 def _device_seconds_per_token(question: Question, answer: Answer) -> float:
@@ -124,12 +81,14 @@ def _device_seconds_per_token(question: Question, answer: Answer) -> float:
 
 
 def _facts(question: Question, answer: Answer, *, elapsed_s: float) -> dict[str, Any]:
+    from fivefold.plan.result import plan_facts
+
     return {
         "model": question.spec.name,
         "cluster": str(question.cluster),
         "seq_len": question.seq_len,
         "global_batch": question.global_batch,
-        "plans": [_plan(question, one) for one in answer.found],
+        "plans": [plan_facts(question, one) for one in answer.found],
         "legal": answer.legal,
         "evaluated": answer.evaluated,
         "fitting": answer.fitting,
@@ -137,42 +96,19 @@ def _facts(question: Question, answer: Answer, *, elapsed_s: float) -> dict[str,
     }
 
 
-def _plan(question: Question, found: Found) -> dict[str, Any]:
-    from fivefold.plan.result import layout_facts, memory_facts, memory_reasons, speed_facts, state_reason
-    from fivefold.units import MEGA
-
-    choice = found.choice
-    facts = {
-        **layout_facts(choice.layout, choice.micro_batch, choice.recompute),
-        **speed_facts(question, found.step_s, found.low_s, found.high_s, found.terms),
-        **memory_facts(question, found.memory),
-    }
-    price = question.node.price_per_hour
-    if price is not None:
-        tokens_per_hour = facts["tokens_per_s_per_gpu"] * 3600
-        facts["price_per_million_tokens"] = price / tokens_per_hour * MEGA
-    facts["reasons"] = [
-        *memory_reasons(question, found.memory),
-        state_reason(question, choice.layout, found.memory),
-    ]
-    return facts
-
-
-def _print(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print(facts: dict[str, Any], why: dict[str, Any]) -> None:
+    """`why`: the short explanation of the first plan."""
+    from fivefold.cli.explain_tables import reasoned, say
+    from fivefold.cli.tables import make_console, make_table
     from fivefold.units import format_count, format_seconds
 
-    console = Console()
-    console.print(
+    console = make_console()
+    say(
+        console,
         f"{facts['model']} on {facts['cluster']}: global batch {facts['global_batch']} x {facts['seq_len']} tokens; "
         "tokens/s and memory of a device, mb: micro-batch",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    table = Table()
-    for name in ("layout", "mb", "recompute", "step", "10-90 %", "tokens/s", "MFU", "memory"):
-        table.add_column(name, overflow="fold", no_wrap=name == "layout")
+    )
+    table = make_table("layout", "mb", "recompute", "step", "10-90 %", "tokens/s", "MFU", "memory")
     for one in facts["plans"]:
         table.add_row(
             one["layout"], str(one["micro_batch"]), one["recompute"], format_seconds(one["step_time_s"]),
@@ -188,10 +124,11 @@ def _print(facts: dict[str, Any]) -> None:
     told = ", ".join(
         f"{term} {share:.1%}" for term, share in sorted(shares.items(), key=lambda pair: -pair[1])
     )
+    reasoned(console, why)
     for line in (f"time of the first: {told}", *best["reasons"], *facts["reasons"]):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(
+        say(console, line)
+    say(
+        console,
         f"{facts['fitting']:,} of {facts['legal']:,} legal points fit; {facts['evaluated']:,} looked at in "
-        f"{format_seconds(facts['elapsed_s'])}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{format_seconds(facts['elapsed_s'])}; `fivefold explain` says more of the first",
+    )

@@ -66,11 +66,15 @@ def context(block: Blocks, jobs: Jobs, c: Values) -> Column:
     Formula: an all-gather of 2 S b K H / tp elements, whichever way they travel (ring or gather).
     Source:  Liu et al. 2023, arXiv:2310.01889, section 3; `strategies.context.rules.predict_chunk`.
     """
+    return gather(context_bytes(block, jobs), jobs.cp, jobs.tp, jobs, c)
+
+
+def context_bytes(block: Blocks, jobs: Jobs) -> Column:
+    """Keys and values of one layer and microbatch, of all cp ranks together."""
     import numpy as np
 
     width = np.maximum(block.kv_heads / jobs.tp, 1) * (block.qk_dim + block.v_dim)
-    size = jobs.micro_batch * jobs.seq_len * width * HALF
-    return gather(size, jobs.cp, jobs.tp, jobs, c)
+    return jobs.micro_batch * jobs.seq_len * width * HALF
 
 
 def expert(block: Blocks, jobs: Jobs, c: Values) -> Column:
@@ -82,10 +86,7 @@ def expert(block: Blocks, jobs: Jobs, c: Values) -> Column:
     """
     import numpy as np
 
-    choices = np.maximum(block.top_k, 1)
-    ranks = jobs.ep * (1 - (1 - 1 / jobs.ep) ** choices)
-    copies = np.where(jobs.one_copy, ranks / choices, 1.0)
-    size = copies * routed_tokens(block, jobs) / jobs.etp * jobs.hidden * HALF
+    size = dispatched_bytes(block, jobs)
     members = inside(jobs.ep, jobs.etp, jobs)
     near = size * (members - 1) / jobs.ep / (jobs.link_bytes_per_s * c["link"])
     far = size * (jobs.ep - members) / jobs.ep / (jobs.nic_bytes_per_s * c["nic"])
@@ -93,6 +94,17 @@ def expert(block: Blocks, jobs: Jobs, c: Values) -> Column:
     one = np.ones_like(jobs.etp)
     cut = 2 * gather(size * jobs.etp, jobs.etp, one, jobs, c)
     return np.where(block.experts > 0, sent + cut, 0.0)
+
+
+def dispatched_bytes(block: Blocks, jobs: Jobs) -> Column:
+    """Tokens of one rank with their copies for one layer and microbatch, those for its own experts among them."""
+    import numpy as np
+
+    choices = np.maximum(block.top_k, 1)
+    ranks = jobs.ep * (1 - (1 - 1 / jobs.ep) ** choices)
+    copies = np.where(jobs.one_copy, ranks / choices, 1.0)
+    size: Column = copies * routed_tokens(block, jobs) / jobs.etp * jobs.hidden * HALF
+    return size
 
 
 def message(jobs: Jobs, c: Values) -> Column:

@@ -83,9 +83,14 @@ class Clock:
 
     def times(self, choices: Sequence[Choice]) -> StepTimes:
         """The step of each choice, by term."""
-        from fivefold.estimate.step import step_times
+        jobs = self.jobs(choices)
+        return self.seconds(jobs, choices, self.coefficients.of(jobs))
 
-        return step_times(self.jobs(choices), self.coefficients)
+    def seconds(self, jobs: Jobs, choices: Sequence[Choice], c: dict[str, Any]) -> StepTimes:
+        """The step of each choice, by term, on devices and with coefficients that are given as columns."""
+        from fivefold.estimate.step import seconds_by_term
+
+        return seconds_by_term(jobs, c)
 
     def interval(self, choices: Sequence[Choice]) -> tuple[Any, Any, Any]:
         """Seconds of a step: what is expected, the 10th and the 90th percentile; corrected where runs are near."""

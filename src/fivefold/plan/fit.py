@@ -193,24 +193,38 @@ def reduction(
     """
     import numpy as np
 
-    keys = prior.keys_for(jobs.hardware.tolist(), jobs.software.tolist())
-    _, changes = jacobian(jobs, prior, keys)
-    at = places(jobs)
-    believed = np.array([prior.prior_spread(key) ** 2 for key in keys])
-    K = covariance(at, at, scales) + (changes * believed) @ changes.T
-    if known is not None:
-        _, theirs = jacobian(jobs, known.coefficients, known.keys)
-        shared = covariance(at, known.at, scales)
-        left = theirs - shared @ known.inverse @ known.jacobian
-        K = covariance(at, at, scales) - shared @ known.inverse @ shared.T + left @ known.spread @ left.T
+    K, noise = belief(jobs, prior, known, scales)
     chosen: list[int] = []
     for _ in range(min(wanted, len(jobs))):
-        gain = (K * K).sum(axis=0) / (np.diag(K) + scales.noise**2)
+        gain = (K * K).sum(axis=0) / (np.diag(K) + noise**2)
         gain[chosen] = -np.inf
         best = int(gain.argmax())
         chosen.append(best)
-        K = K - np.outer(K[:, best], K[best]) / (K[best, best] + scales.noise**2)
+        K = K - np.outer(K[:, best], K[best]) / (K[best, best] + noise**2)
     return chosen
+
+
+def belief(
+    jobs: Jobs, prior: Coefficients, known: Fit | None = None, scales: Scales | None = None
+) -> tuple[Matrix, float]:
+    """[n, n] covariance of what is believed of the jobs' log times, and the standard deviation of a measurement.
+
+    `known`: what runs taught so far, whose scales count; without it those given, or the usual ones.
+    """
+    import numpy as np
+
+    scales = scales or (known.scales if known else Scales())
+    at = places(jobs)
+    if known is None:
+        keys = prior.keys_for(jobs.hardware.tolist(), jobs.software.tolist())
+        _, changes = jacobian(jobs, prior, keys)
+        believed = np.array([prior.prior_spread(key) ** 2 for key in keys])
+        return covariance(at, at, scales) + (changes * believed) @ changes.T, scales.noise
+    _, theirs = jacobian(jobs, known.coefficients, known.keys)
+    shared = covariance(at, known.at, scales)
+    left = theirs - shared @ known.inverse @ known.jacobian
+    here = covariance(at, at, scales) - shared @ known.inverse @ shared.T
+    return here + left @ known.spread @ left.T, scales.noise
 
 
 class _Problem:

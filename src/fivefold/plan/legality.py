@@ -6,6 +6,8 @@ of each rule is asked of their sizes.
 
 from __future__ import annotations
 
+import contextlib
+
 from fivefold.core.execution import MOST_MICROBATCHES, Execution, microbatches
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, GatedDeltaSpec, MLASpec, ModelSpec
@@ -20,7 +22,7 @@ from fivefold.strategies.tensor import rules as tensor
 SPLIT_BACKWARD = ("zbh1", "zbv", "dualpipev")
 """Schedules that compute weight gradients apart, which ZeRO-2 and 3 cannot follow."""
 
-__all__ = ["MOST_MICROBATCHES", "SPLIT_BACKWARD", "check", "why_not"]
+__all__ = ["MOST_MICROBATCHES", "SPLIT_BACKWARD", "check", "check_devices", "why_not"]
 
 
 def check(spec: ModelSpec, layout: Layout, *, seq_len: int, global_batch: int, micro_batch: int) -> None:
@@ -37,6 +39,20 @@ def check(spec: ModelSpec, layout: Layout, *, seq_len: int, global_batch: int, m
     )
     kinds = {"W"} if layout.schedule in SPLIT_BACKWARD else {"B"}
     data.check_schedule(layout, kinds, experts=bool(expert.routed_layers(spec)))
+
+
+def check_devices(layout: Layout, devices: int, cluster: str) -> None:
+    """Raises: LayoutError where a layout does not take all devices, with the nearest that does."""
+    if layout.world_size == devices:
+        return
+    dp, rest = divmod(devices, layout.world_size // layout.dp)
+    nearest = ""
+    if dp and not rest:
+        with contextlib.suppress(LayoutError):  # more data ranks may not divide by ep or a group
+            nearest = f"; nearest: {layout.replace(dp=dp)}"
+    raise LayoutError(
+        f"{layout} takes {layout.world_size} devices (dp x tp x pp x cp), but {cluster} has {devices}{nearest}"
+    )
 
 
 def why_not(

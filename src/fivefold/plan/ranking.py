@@ -29,6 +29,11 @@ REPEAT = 0.06
 """Two runs of one configuration differ by so much at the median: less is no difference."""
 
 
+def no_slower(a_s: float, best_s: float) -> bool:
+    """Whether a step of `a_s` cannot be told from one of `best_s`: slower by no more than repeats differ."""
+    return a_s / best_s - 1 <= REPEAT
+
+
 @dataclass(frozen=True)
 class Group:
     """One judged group."""
@@ -62,11 +67,16 @@ def rank(rows: list[Row], predicted_s: Column, measured_s: Column) -> list[Group
             continue
         predicted = np.array([predicted_s[one].mean() for one in layouts.values()])
         measured = np.array([measured_s[one].mean() for one in layouts.values()])
-        regret = float(measured[predicted.argmin()] / measured.min() - 1)
+        chosen, least = float(measured[predicted.argmin()]), float(measured.min())
         row = rows[members[0]]
         name = f"{row.source or '-'}: {row.model_name or '-'} on {row.num_gpus}"
         judged.append(
-            Group(name, len(layouts), 0.0 if regret <= REPEAT else regret, _spearman(predicted, measured))
+            Group(
+                name,
+                len(layouts),
+                0.0 if no_slower(chosen, least) else chosen / least - 1,
+                _spearman(predicted, measured),
+            )
         )
     return judged
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.core.layout import Layout
 from fivefold.core.model_counts import training_flops
@@ -10,7 +10,10 @@ from fivefold.estimate.memory import BAND, MemoryEstimate, estimate
 from fivefold.estimate.recompute import Recompute
 from fivefold.plan.legality import why_not
 from fivefold.plan.question import Question
-from fivefold.units import GIGA, format_bytes
+from fivefold.units import GIGA, MEGA, format_bytes
+
+if TYPE_CHECKING:
+    from fivefold.plan.search import Found
 
 
 def memory_facts(question: Question, memory: MemoryEstimate) -> dict[str, Any]:
@@ -52,6 +55,25 @@ def speed_facts(
         "mfu": flops / (step_s * question.devices * half) if half else None,
         "time": terms,
     }
+
+
+def plan_facts(question: Question, found: Found) -> dict[str, Any]:
+    """All of one layout: how it is cut, its time and rates, its memory, its price, and the reasons in words."""
+    choice = found.choice
+    facts = {
+        **layout_facts(choice.layout, choice.micro_batch, choice.recompute),
+        **speed_facts(question, found.step_s, found.low_s, found.high_s, found.terms),
+        **memory_facts(question, found.memory),
+    }
+    price = question.node.price_per_hour
+    if price is not None:
+        tokens_per_hour = facts["tokens_per_s_per_gpu"] * 3600
+        facts["price_per_million_tokens"] = price / tokens_per_hour * MEGA
+    facts["reasons"] = [
+        *memory_reasons(question, found.memory),
+        state_reason(question, choice.layout, found.memory),
+    ]
+    return facts
 
 
 def memory_reasons(question: Question, memory: MemoryEstimate) -> list[str]:

@@ -1,0 +1,60 @@
+"""What `plan` and `explain` share: the batch that is usual, the parts that are fixed, and the refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fivefold.cli import asked
+
+if TYPE_CHECKING:
+    from fivefold.plan.lattice import Fixed
+    from fivefold.plan.question import Question
+    from fivefold.plan.search import Answer
+
+USUAL_TOKENS = 4_194_304
+"""Tokens of a step unless told otherwise: four million, or a sequence for every fourth device if that is more."""
+
+
+def question(**options: Any) -> Question:
+    """What the options ask; without a global batch, of the usual one."""
+    if options["global_batch"]:
+        return asked.question(**options)
+    made = asked.question(**{**options, "global_batch": 1})
+    batch = max(1, USUAL_TOKENS // made.seq_len, made.devices // 4)
+    return replace(made, global_batch=batch)
+
+
+def fixed(text: str, micro_batch: int | None, recompute: str | None) -> Fixed:
+    """Raises: LayoutError for a part that is not searched."""
+    from fivefold.core.layout import Layout
+    from fivefold.core.layout_text import read_layout
+    from fivefold.errors import LayoutError
+    from fivefold.estimate.recompute import Recompute
+    from fivefold.plan.lattice import Fixed
+
+    fields = read_layout(text) if text.split() else {}
+    for name in ("order", "placement", "zero_group"):
+        if name in fields:
+            raise LayoutError(f"--fix {text!r}: {name.replace('_', ' ')} is not searched; leave it out")
+    if fields.get("schedule") in ("gpipe", "bfs", "custom"):
+        raise LayoutError(
+            f"--fix {text!r}: {fields['schedule']} is not searched; 1f1b, zbh1, zbv and dualpipev are"
+        )
+    of_pipeline: dict[str, Any] = {name: fields[name] for name in ("schedule", "chunks") if name in fields}
+    Layout(**of_pipeline, pp=2)
+    again = Recompute.parse(recompute) if recompute is not None else None
+    return Fixed(layout=fields, micro_batch=micro_batch, recompute=again)
+
+
+def refuse(question: Question, fixed: Fixed, answer: Answer, facts: dict[str, Any], as_json: bool) -> int:
+    """Say that nothing fits, by how much, and what does. Returns: the exit code. Raises: LayoutError with the line."""
+    from fivefold.cli.output import print_json
+    from fivefold.errors import LayoutError
+    from fivefold.plan.refusal import refusal
+
+    why, nearest = refusal(question, fixed, answer)
+    if not as_json:
+        raise LayoutError(why)
+    print_json({**facts, "refusal": why, "nearest": nearest})
+    return 2

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 
 import pytest
 
+from fivefold.catalog.models import preset
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec
+from fivefold.core.router import RouterConfig
 
 from ..ranks.models import HARD, PLAIN
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
 
-__all__ = ["HARD", "ONE_KV_HEAD", "PLAIN", "SMALL", "Fault", "Patch", "Plant", "exhibit"]
+__all__ = [
+    "HARD", "LATENT", "MIXED", "MIXED_16", "ONE_KV_HEAD", "PLAIN", "SMALL", "Fault", "Patch", "Plant", "exhibit",
+]  # fmt: skip
 
 
 def model(name: str, *, layers: int = 2, kv_heads: int = 4, window: int | None = None) -> ModelSpec:
@@ -32,6 +36,18 @@ SMALL = model("small")
 ONE_KV_HEAD = model("one-kv-head", kv_heads=1)
 LONG = model("long", layers=1, window=64)
 """Its window makes verify take sequences of 96 tokens."""
+
+
+def first_layers(name: str) -> ModelSpec:
+    """Two layers of a preset."""
+    whole = preset(name)
+    return whole.replace(name=f"{name}, two layers", blocks=whole.blocks[:2])
+
+
+MIXED, MIXED_16 = first_layers("tiny-moe"), first_layers("tiny-qwen-moe")
+"""8 experts of which a token has 2, and 16 of which it has 3; by softmax."""
+LATENT = first_layers("tiny-mla-moe")
+"""A dense layer; then 16 experts, 4 of a token, chosen by biased sigmoids in groups, and a shared one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +68,8 @@ class Fault:
     documents: bool
     overflow: bool
     """It acts on a loss scale: one step overflows, and the layout compared with has no scale."""
+    router: RouterConfig | None
+    """What routers of experts are asked for; None: a balance loss by sequence, a z-loss, moving biases."""
     recompute: str
     """What the layout computes again in backward."""
     late: bool
@@ -78,6 +96,7 @@ def exhibit(
     spec: ModelSpec = SMALL,
     documents: bool = False,
     overflow: bool = False,
+    router: RouterConfig | None = None,
     recompute: str = "none",
     late: bool = False,
     quick: bool = False,
@@ -87,7 +106,8 @@ def exhibit(
     def made(plant: Plant) -> Fault:
         return Fault(
             plant=plant, seen_in=seen_in, layout=layout, elsewhere=elsewhere, words=words, loss_sees=loss_sees,
-            spec=spec, documents=documents, overflow=overflow, recompute=recompute, late=late, quick=quick,
+            spec=spec, documents=documents, overflow=overflow, router=router, recompute=recompute, late=late,
+            quick=quick,
         )  # fmt: skip
 
     return made

@@ -7,6 +7,7 @@ from types import ModuleType
 from . import (
     context_faults,
     data_faults,
+    expert_faults,
     input_faults,
     optimizer_faults,
     pipeline_faults,
@@ -23,6 +24,7 @@ ROOMS: dict[str, ModuleType] = {
     "Tensor parallelism": tensor_faults,
     "Pipeline parallelism": pipeline_faults,
     "Context parallelism": context_faults,
+    "Experts": expert_faults,
     "Recompute": recompute_faults,
     "Weights and data at the start, counters": input_faults,
 }

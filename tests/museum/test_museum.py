@@ -10,6 +10,7 @@ import pytest
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
+from fivefold.core.router import RouterConfig
 from fivefold.verify.overflow import STEPS as OVERFLOW_STEPS
 from fivefold.verify.verify import Reference, Verdict
 from fivefold.verify.workload import common_plans
@@ -38,6 +39,7 @@ def plan_of(text: str, fault: Fault, steps: int) -> tuple[Plan, Reference]:
         documents=fault.documents,
         overflow=fault.overflow,
         recompute=fault.recompute,
+        router=fault.router,
     )
     wanted = one, steps, fault.overflow
     known = next((r for r in _references if (r.plan, r.steps, r.overflow) == wanted), None)
@@ -81,7 +83,7 @@ def test_a_fault_is_caught_elsewhere(monkeypatch: Patch, fault: Fault) -> None:
     said_of(one.judge(plan, find_axis=False))
 
 
-Case = tuple[str, ModelSpec, bool, bool, str]
+Case = tuple[str, ModelSpec, bool, bool, str, RouterConfig | None]
 
 
 def cases(faults: list[Fault], *, both: bool) -> dict[Case, Fault]:
@@ -89,7 +91,7 @@ def cases(faults: list[Fault], *, both: bool) -> dict[Case, Fault]:
     found: dict[Case, Fault] = {}
     for fault in faults:
         for text in (fault.layout, fault.elsewhere) if both else (fault.layout,):
-            case = text, fault.spec, fault.documents, fault.overflow, fault.recompute
+            case = text, fault.spec, fault.documents, fault.overflow, fault.recompute, fault.router
             found.setdefault(case, fault)
     return found
 
@@ -99,9 +101,12 @@ QUICK = cases([fault for fault in FAULTS if fault.quick], both=False).keys()
 
 
 def shown(case: Case) -> str:
-    text, spec, documents, overflow, recompute = case
+    text, spec, documents, overflow, recompute, router = case
     options = " documents" * documents + " overflow" * overflow
-    return f"{spec.name} {text}{options}{f' recompute={recompute}' if recompute != 'none' else ''}"
+    options += f" recompute={recompute}" * (recompute != "none")
+    if router is not None:
+        options += f" {router.balance} capacity={router.capacity_factor}"
+    return f"{spec.name} {text}{options}"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def build_chunks(
     Strategies act in a fixed order: the pipeline keeps a stage, tensor and context parallelism replace modules,
     recompute wraps regions of layers, then the parameters are made in their local shapes. Memory: never more than this
     rank's part and one tile; under ZeRO-3 the parameters get no values and no memory: data parallelism gathers them.
-    `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification).
+    `noise`: standard deviation added to norms and biases, so that a fault in them shows (for verification); selection
+    biases get a tenth: the scores of a new router hardly differ, and with more all tokens would choose alike.
     `weights`: where the values come from; None: the seed. `deferred`: for schedules with W actions.
     `model`: what is cut; None: our decoder.
     """
@@ -121,7 +122,7 @@ def initial_value(
     """The initial local values of one parameter, padding zero."""
     region, shape = row.region(layout, coordinate), row.local_shape(layout)
     kind = getattr(torch, dtype)
-    std = row.init_std or noise
+    std = row.init_std or (noise / 10 if row.role == "selection_bias" else noise)
     if std == 0.0:
         shard = torch.full([r.stop - r.start for r in region], row.init_mean, dtype=kind)
     else:

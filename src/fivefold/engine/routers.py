@@ -93,6 +93,7 @@ class Routers:
         """Before a step. `scale`: what its gradients are multiplied by."""
         self.counting = True
         self.mesh.axis("ep").exchanged_bytes = 0
+        wide = getattr(torch, self.plan.execution.grad_dtype)
         for layer in (*self.routers, *self._others):
             width = self.spec[layer].experts + len(NUMBERS)
             self._seen[layer] = torch.zeros(width, dtype=torch.float64, device=self.mesh.device.device)
@@ -100,7 +101,7 @@ class Routers:
             if router.losses is not None:
                 router.losses.reset()
                 router.losses.per_sequence = 1.0 / self.plan.workload.global_batch
-                router.losses.per_token = 1.0 / self.tokens
+                router.losses.per_token = 1.0 / torch.as_tensor(self.tokens, dtype=wide)
                 router.losses.gradient_scale = scale
 
     @property

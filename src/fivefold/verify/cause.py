@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from fivefold.core.layout import Layout
 from fivefold.verify.communication import rank_names
-from fivefold.verify.compare import Errors, Key
+from fivefold.verify.compare import Errors, Key, Whole
 from fivefold.verify.observe import COUNT, INPUTS
 
 CLEAN_RATIO = 100.0
@@ -24,6 +24,8 @@ class Cause:
     first_module: str | None
     ratio: float | None
     text: str
+    quantity: str | None = None
+    """Of which the first tensor differs."""
 
 
 def find_cause(
@@ -49,7 +51,8 @@ def find_cause(
     ]
     if bad:
         when = min(map(_when, bad))
-        cause = _describe([key for key in bad if _when(key) == when], errors, bound, counts)
+        first = _of_one_quantity([key for key in bad if _when(key) == when])
+        cause = _describe(first, errors, bound, counts)
         more = f" and {len(event_lines) - 1} more" if len(event_lines) > 1 else ""
         also = f"; nor is the communication as predicted: {event_lines[0]}{more}" if event_lines else ""
         return replace(cause, text=cause.text + also)
@@ -67,6 +70,8 @@ def name_axis(layout: Layout, still_fails: Callable[[Layout], bool]) -> str:
     """
     axes = [axis for axis in ("tp", "cp", "pp", "dp", "ep") if layout.degree(axis) > 1]
     guilty = [axis for axis in axes if not still_fails(layout.without(axis))]  # type: ignore[arg-type]
+    if "ep" in guilty:  # with fewer ranks there may be no ep either: that is not the fault of their axis
+        guilty = [axis for axis in guilty if axis == "ep" or layout.without(axis).ep > 1]  # type: ignore[arg-type]
     if not guilty and len(axes) == 1:
         return f"not axis {axes[0]}: with {axes[0]} = 1 the difference stays, so look at the layout compared with"
     if not guilty:
@@ -97,12 +102,18 @@ def _plainer(layout: Layout, axes: Collection[str]) -> Iterator[tuple[str, Layou
         yield "zero0", layout.replace(zero=0, zero_group=None)
 
 
+def _of_one_quantity(bad: list[Key]) -> list[Key]:
+    """Of what comes into being together, the first quantity: a layer's choice of experts comes before its output."""
+    quantity, _ = min(bad, key=lambda key: (*_STAGES[key[0]][1](key[1])[:2], key[0] == "activations"))
+    return [key for key in bad if key[0] == quantity]
+
+
 def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, int]) -> Cause:
     """`bad`: the tensors of one quantity that differ in one step."""
     quantity, (what, order) = bad[0][0], _STAGES[bad[0][0]]
     _, name = min(bad, key=lambda key: order(key[1]))
     total = sum(_when(key) == _when(bad[0]) for key in errors.by_tensor if key[0] == quantity)
-    ratio = _common_ratio(bad, errors, bound)
+    ratio = common_ratio(bad, errors, bound)
     extent = f"all {total}" if len(bad) == total and total > 1 else f"{len(bad)} of {total}"
     worst = max(errors.by_tensor[key] for key in bad)
     step = f" in step {_step_of(name)}" if " step " in name else ""
@@ -113,20 +124,50 @@ def _describe(bad: list[Key], errors: Errors, bound: float, counts: dict[str, in
         text = f"{what} differs by {worst:.2g} in {runs}{where}"
     elif quantity == "inputs":
         read = " and ".join(name for name in INPUTS if any(key[1].startswith(name) for key in bad))
-        return Cause(None, None, f"the ranks read other {read}{step} (worst {worst:.2g}{where})")
+        return Cause(None, None, f"the ranks read other {read}{step} (worst {worst:.2g}{where})", quantity)
     else:
         first = _module_of(name)
         kind = next((label for kind, label in _KINDS.items() if f" {kind} " in f"{name} "), what)
-        text = f"{kind} of {first}{step} is the first to differ ({extent} differ, worst {worst:.2g}{where})"
+        told = _told(bad) if quantity == "routing" else ""
+        text = f"{kind} of {first}{told}{step} is the first to differ ({extent} differ, worst {worst:.2g}{where})"
     if quantity == "loss_scale":
         counts = {}  # halving is no count of ranks
     if ratio is not None and (
-        first is not None or not counts or _count_names(ratio, counts, CLEAN_RATIO * bound)
+        first is not None or not counts or count_names(ratio, counts, CLEAN_RATIO * bound)
     ):
-        text += (
-            f"; {what}: {_times(ratio, counts, CLEAN_RATIO * bound)}"  # two numbers always have some ratio
-        )
-    return Cause(first, ratio, text)
+        text += f"; {what}: {times(ratio, counts, CLEAN_RATIO * bound)}"  # two numbers always have some ratio
+    return Cause(first, ratio, text, quantity)
+
+
+def experts_in_norm(
+    seen: Mapping[Key, Whole],
+    reference: Mapping[Key, Whole],
+    experts: Sequence[str],
+    bound: float,
+    counts: dict[str, int],
+) -> str:
+    """How often a wrong norm of the first step counts the squares of these parameters, if that explains it.
+
+    Formula: norm^2 - right norm^2 = (times - 1) x the squares of their gradients.
+    """
+    right = [reference.get(("gradients", f"{name} step 1")) for name in experts]
+    squares = sum(float((whole.values**2).sum()) for whole in right if whole is not None)
+    of_run = "grad_norm", "sgd step 1"
+    if not squares or of_run not in seen or of_run not in reference:
+        return ""
+    norm, right_norm = float(seen[of_run].values), float(reference[of_run].values)
+    counted = 1 + (norm**2 - right_norm**2) / squares
+    tolerance = CLEAN_RATIO * bound * right_norm**2 / squares
+    if abs(counted) <= tolerance:
+        counted = 0.0
+    if tolerance > 0.01 or not (counted == 0.0 or count_names(counted, counts, tolerance)):
+        return ""
+    return f"; in it the squares of experts count {times(counted, counts, tolerance)}"
+
+
+def _told(bad: list[Key]) -> str:
+    """` (balance, z)`: which of the numbers of a router."""
+    return f" ({', '.join(dict.fromkeys(name.split(' ')[1] for _, name in bad))})"
 
 
 def _where(bad: list[Key], errors: Errors, bound: float) -> str:
@@ -136,7 +177,7 @@ def _where(bad: list[Key], errors: Errors, bound: float) -> str:
     return "" if wrong == {rank for rank, _ in of_ranks} else f", on {rank_names(sorted(wrong))} only"
 
 
-def _common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
+def common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
     """The ratio that explains every differing tensor, if there is one and it is not 1."""
     shares = [errors.shares[key] for key in bad if key in errors.shares]
     if not shares or any(not left <= CLEAN_RATIO * bound for _, left in shares):
@@ -147,16 +188,16 @@ def _common_ratio(bad: list[Key], errors: Errors, bound: float) -> float | None:
     return None if math.isclose(ratio, 1.0, rel_tol=CLEAN_RATIO * bound) else ratio
 
 
-def _times(ratio: float, counts: dict[str, int], tolerance: float) -> str:
+def times(ratio: float, counts: dict[str, int], tolerance: float) -> str:
     """`exactly 3.000x, which is the number of microbatches`; as many decimals as the ratio needs."""
-    names = _count_names(ratio, counts, tolerance)
+    names = count_names(ratio, counts, tolerance)
     close = 1e-3 if names else max(tolerance, 1e-8)
     texts = (f"{ratio:.{decimals}f}" for decimals in range(3, 17))
     text = next((text for text in texts if math.isclose(float(text), ratio, rel_tol=close)), f"{ratio:.8g}")
     return f"exactly {text}x{', which is ' + ' or '.join(names) if names else ''}"
 
 
-def _count_names(ratio: float, counts: dict[str, int], tolerance: float) -> list[str]:
+def count_names(ratio: float, counts: dict[str, int], tolerance: float) -> list[str]:
     """The counts, and their reciprocals, that a ratio is."""
     many = {name: n for name, n in counts.items() if n > 1}
     names = [name for name, n in many.items() if math.isclose(ratio, n, rel_tol=tolerance)]
@@ -177,7 +218,8 @@ def _step_of(name: str) -> int:
 
 def _when(key: Key) -> tuple[int, int]:
     """When a tensor comes into being: its step, and its place in the step."""
-    return _step_of(key[1]), list(_STAGES).index(key[0])
+    quantity = "activations" if key[0] == "routed_experts" else key[0]  # layer by layer, both
+    return _step_of(key[1]), list(_STAGES).index(quantity)
 
 
 def _forward(name: str) -> tuple[int, int, str]:
@@ -189,7 +231,14 @@ def _forward(name: str) -> tuple[int, int, str]:
 
 def _backward(name: str) -> tuple[int, int, str]:
     part, layer, rest = _forward(name)
+    if part == 1:  # inside a layer from its end; experts before their router, as in the alphabet
+        inside = rest.split(".")[2:3]
+        rest = f"{_BACKWARD.index(inside[0]) if inside and inside[0] in _BACKWARD else 0} {rest}"
     return -part, -layer, rest
+
+
+_BACKWARD = ("mlp", "mlp_norm", "attention", "attention_norm")
+"""The parts of a layer in the order in which they get gradients."""
 
 
 _STAGES: dict[str, tuple[str, Callable[[str], tuple[int, int, str]]]] = {

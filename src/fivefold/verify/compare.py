@@ -95,7 +95,7 @@ def compare(observations: Sequence[Observation], reference: dict[Key, Whole]) ->
             of_rank[rank] = max(error, of_rank.get(rank, 0.0))
     for key, error in errors.by_tensor.items():
         if error > 0.0 and key in seen:
-            errors.shares[key] = _ratio(seen[key].values, reference[key].values)
+            errors.shares[key] = best_ratio(seen[key].values, reference[key].values)
     return errors
 
 
@@ -129,7 +129,7 @@ def _relative(distance: float, scale: float) -> float:
     return distance / scale if scale and isfinite(distance) and isfinite(scale) else float("inf")
 
 
-def _ratio(a: Array, b: Array) -> tuple[float, float]:
+def best_ratio(a: Array, b: Array) -> tuple[float, float]:
     """The least-squares ratio of a to b, and the error that is left at it."""
     square = float((b * b).sum())
     if not 0.0 < square < float("inf") or not np.all(np.isfinite(a)):

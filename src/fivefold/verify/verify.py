@@ -16,18 +16,20 @@ from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
 from fivefold.core.router import RouterConfig
+from fivefold.core.sharding import parameters
 from fivefold.core.value import Value
 from fivefold.data.batches import SyntheticDataset
 from fivefold.engine.own import OwnModel
 from fivefold.engine.size import check_size
-from fivefold.errors import ConfigError, FivefoldError
+from fivefold.errors import ConfigError
 from fivefold.runtime.device import check_device_count, device_kind
 from fivefold.runtime.launch import run_ranks
 from fivefold.strategies.expert.rules import routed_layers
 from fivefold.strategies.legal import Case
-from fivefold.verify.cause import find_cause, name_axis
+from fivefold.verify.cause import experts_in_norm, find_cause
 from fivefold.verify.communication import event_differences
 from fivefold.verify.compare import QUANTITIES, Key, Whole, assemble, compare
+from fivefold.verify.guilty import find_guilty
 from fivefold.verify.observe import MOMENTS, Observation, kept_moments, observe, required
 from fivefold.verify.overflow import STEPS as OVERFLOW_STEPS
 from fivefold.verify.routes import Choices, choices_of
@@ -158,29 +160,16 @@ class Reference:
         )
         if verdict.passed or not find_axis or plan.layout.world_size == 1 or self.faults:
             return verdict
-
-        def still_fails(layout: Layout, *, scaled: bool = True, recomputed: bool = True) -> bool:
-            execution = plan.execution.replace(
-                actions=plan.execution.actions if layout.schedule == "custom" else None,
-                loss_scale=plan.execution.loss_scale if scaled else None,
-                recompute=plan.execution.recompute if recomputed else "none",
-            )
-            changed = plan.replace(layout=layout, execution=execution)
-            try:
-                return not self.judge(changed, find_axis=False).passed
-            except FivefoldError:  # it cannot be run, or breaks: not known to be right
-                return True
-
-        if plan.execution.recompute != "none" and not still_fails(plan.layout, recomputed=False):
-            guilty = f"recompute={plan.execution.recompute}: without it the difference is gone"
-        elif plan.execution.loss_scale is not None and not still_fails(plan.layout, scaled=False):
-            scale = "the loss scale: without one the difference is gone"
-            if still_fails(Layout()):
-                return verdict.replace(cause=f"{verdict.cause}. Guilty: {scale}, and one device has it too")
-            guilty = f"{scale}; {name_axis(plan.layout, still_fails)}"
-        else:
-            guilty = name_axis(plan.layout, still_fails)
+        guilty = find_guilty(self, plan, verdict, observations, _counts(plan))
         return verdict.replace(cause=f"{verdict.cause}. Guilty: {guilty}")
+
+    def with_router(self, router: RouterConfig) -> Reference:
+        """The same with other demands on the routers of experts."""
+        plan = self.plan.replace(execution=self.plan.execution.replace(router=router))
+        return Reference(
+            plan, steps=self.steps, seed=self.seed, device=self.device, make_own=self.make_own,
+            overflow=self.overflow,
+        )  # fmt: skip
 
     def _check_size(self, plan: Plan) -> None:
         advice = "give a smaller module" if self.make_own else SHRINK
@@ -229,10 +218,15 @@ def judge(
     worst = max(error for quantity, error in quantities.items() if quantity not in not_judged)
     agrees = worst <= bound and not lines
     cause = None if agrees else find_cause(errors, bound, _counts(plan), lines, not_judged)
+    more = ""
+    if cause and cause.quantity == "grad_norm":
+        rows = observations[0].rows or parameters(plan.model)
+        experts = [row.name for row in rows if row.mesh == "expert"]
+        more = experts_in_norm(assemble(observations), reference, experts, bound, _counts(plan))
     texts = (
         [f"the layout compared with, {against}, is itself at fault: {'; '.join(faults)}"] if faults else []
     )
-    texts += [cause.text] if cause else []
+    texts += [cause.text + more] if cause else []
     return Verdict(
         passed=agrees and not faults,
         max_rel_err=worst,
@@ -328,6 +322,7 @@ def _counts(plan: Plan) -> dict[str, int]:
         "the number of microbatches": microbatches,
         "the loss scale": 1 if scaling is None else scaling.initial,
         **{axis: layout.degree(axis) for axis in ("dp", "tp", "pp", "cp", "ep", "etp")},
+        "edp": layout.edp if layout.ep * layout.etp > 1 else 1,
         "dp x microbatches": layout.dp * microbatches if layout.dp > 1 else 1,
         "dp x cp": layout.data if min(layout.dp, layout.cp) > 1 else 1,
         "dp x tp": layout.dp * layout.tp if min(layout.dp, layout.tp) > 1 else 1,

@@ -42,8 +42,8 @@ SMALL_SCALE = LossScaleConfig(initial=1024)
 CLIP_NORM = 0.5
 """Below the usual first gradient norm, so that clipping acts and the weights depend on the norm."""
 
-ROUTER = RouterConfig(balance_coefficient=0.05, z_coefficient=0.01, bias_speed=0.05)
-"""Far stronger than in training, so that a fault in any of them shows."""
+ROUTER = RouterConfig(balance_coefficient=0.05, z_coefficient=0.01, bias_speed=0.01)
+"""Far stronger than in training, so that a fault in any of them shows. Biases move no further than scores differ."""
 ROUTERS = (
     ROUTER,
     ROUTER.replace(balance="batch"),

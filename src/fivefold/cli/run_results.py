@@ -11,6 +11,8 @@ from fivefold.cli.tables import brief, clean, fits, make_table
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fivefold.report.run_results import ExpertsReport
+
 MOST_SHOWN = 12
 """Entries of a long list that are shown; --json has all of them."""
 
@@ -23,7 +25,11 @@ def print_result(console: Console, name: str, value: dict[str, Any] | list[Any])
     if name == "precision" and isinstance(value, dict) and "layers" in value:
         return _print_precision(console, value)
     if name == "experts" and isinstance(value, dict) and "layers" in value:
-        return _print_experts(console, value)
+        from fivefold.report.run_results import experts_of
+
+        found = experts_of({name: value}, where="the record")
+        assert found is not None
+        return _print_experts(console, found)
     if name == "config" and isinstance(value, dict):
         value = _changed(value)
     if isinstance(value, list) and all(isinstance(row, dict) for row in value):
@@ -68,30 +74,26 @@ def _print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         console.print(clean(f"and {len(rows) - MOST_SHOWN} more; --json has all of them"))
 
 
-def _print_experts(console: Console, counts: Mapping[str, Any]) -> None:
+def _print_experts(console: Console, experts: ExpertsReport) -> None:
     """A row for each routed layer: how unevenly its experts were chosen, in all steps and in the last."""
     from fivefold.strategies.expert.placement import imbalance
 
-    ep, layers = counts["ep"], counts["layers"]
-    ranks = [f"of {ep} ranks"] if ep > 1 else []
+    ranks = [f"of {experts.ep} ranks"] if experts.ep > 1 else []
     made = make_table(
-        "layer", "experts", f"imbalance, {counts['steps']} steps", *ranks, "last step", "busiest expert",
-        "chosen by", "dropped", "entropy",
+        "layer", "experts", f"imbalance, {experts.steps} steps", *ranks, "last step", "busiest expert",
+        "chosen by", "never chosen", "dropped", "entropy",
     )  # fmt: skip
-    for row in layers[:MOST_SHOWN]:
-        chosen, total = row["chosen"], max(1, sum(row["chosen"]))
-        each = len(chosen) // ep
-        of_ranks = [sum(chosen[first : first + each]) for first in range(0, len(chosen), each)]
-        busiest = max(range(len(chosen)), key=chosen.__getitem__)
+    for layer in experts.layers[:MOST_SHOWN]:
+        number = len(layer.chosen)
         made.add_row(
-            clean(str(row["layer"])), clean(str(len(chosen))), f"{imbalance(chosen):.2f}",
-            *([f"{imbalance(of_ranks):.2f}"] if ranks else []), f"{imbalance(row['chosen_last_step']):.2f}",
-            str(busiest), f"{chosen[busiest] / max(1, row['tokens']):.1%} of tokens",
-            f"{row['dropped'] / total:.1%}", f"{row['entropy']:.3f} of {math.log(len(chosen)):.3f}",
+            str(layer.layer), str(number), f"{layer.imbalance:.2f}",
+            *([f"{layer.rank_imbalance(experts.ep):.2f}"] if ranks else []), f"{imbalance(layer.last):.2f}",
+            str(layer.busiest), f"{layer.busiest_frac:.1%} of tokens", str(layer.never),
+            f"{layer.dropped_frac:.1%}", f"{layer.entropy:.3f} of {math.log(number):.3f}",
         )  # fmt: skip
     console.print(made)
-    if len(layers) > MOST_SHOWN:
-        console.print(clean(f"and {len(layers) - MOST_SHOWN} more layers; --json has all of them"))
+    if len(experts.layers) > MOST_SHOWN:
+        console.print(clean(f"and {len(experts.layers) - MOST_SHOWN} more layers; --json has all of them"))
 
 
 def _print_precision(console: Console, report: Mapping[str, Any]) -> None:

@@ -157,6 +157,31 @@ def export(run_id: str, out: Path, records: Path | None, as_json: bool) -> None:
         click.echo(f"{len(rows)} rows of {run.id} written to {out}")
 
 
+@command.command("report")
+@click.argument("run_id", metavar="ID")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="The page. Default: run-ID.html, here."
+)
+@_records
+@_json
+def report(run_id: str, out: Path | None, records: Path | None, as_json: bool) -> None:
+    """Draw one run as an HTML page that opens offline: learning, speed, experts, precision.
+
+    ID is an id, the first characters of one, or `last` for the newest run.
+    """
+    from fivefold.report.run_report import RunReport, write_report
+
+    with Store.open(records, create=False) as store:
+        run = store.run(run_id)
+        drawn = RunReport(run, store.results(run.id), store.metrics(run.id))
+    path = out or Path(f"run-{run.id}.html")
+    write_report(drawn, path)
+    if as_json:
+        print_json({"run": run.id, "report": str(path)})
+    else:
+        click.echo(f"report: {path}")
+
+
 def _follow(store: Store, run_id: str) -> None:
     """Print the steps of rank 0 as they come, until the run has ended."""
     said = 0

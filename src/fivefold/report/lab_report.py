@@ -6,10 +6,7 @@ again at any time. The page has no script and fetches nothing: figures are inlin
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict, Field
 
 from fivefold.core.value import Value
-from fivefold.errors import RecordError
+from fivefold.report.page import fill, write_files
 from fivefold.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -186,20 +183,13 @@ def load_line(result: LabResult) -> str:
 
 def render(result: LabResult) -> str:
     """The whole page as text: self-contained HTML, no script, nothing to fetch."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
     from fivefold.report.drawing import PALETTE
     from fivefold.report.plots import draw_all
 
-    environment = Environment(
-        loader=PackageLoader("fivefold.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("lab.html").render(
+    return fill(
+        "lab.html",
         result=result,
         verdict=verdict(result),
         failures=[layout for layout in result.layouts if not layout.passed],
@@ -224,24 +214,7 @@ def write_report(result: LabResult, folder: Path) -> Path:
     Raises:   RecordError, one line, if the disk is full or the folder cannot be written.
     """
     texts = {"lab.json": result.model_dump_json(indent=1), "report.html": render(result)}
-    waiting = {name: folder / f".{name}.{os.getpid()}.tmp" for name in texts}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, path in waiting.items():
-            with path.open("w", encoding="utf-8") as file:
-                file.write(texts[name])
-                file.flush()
-                os.fsync(file.fileno())  # a full disk must show before the old report is replaced
-        for name, path in waiting.items():
-            path.replace(folder / name)
-    except OSError as error:
-        size = sum(len(text.encode()) for text in texts.values())
-        hint = f"; {format_bytes(size)} are needed" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise RecordError(f"cannot write the report to {folder}: {error.strerror or error}{hint}") from None
-    finally:
-        for path in waiting.values():
-            with contextlib.suppress(OSError):
-                path.unlink()
+    write_files(folder, texts)
     return folder / "report.html"
 
 

@@ -99,7 +99,7 @@ def memory(result: LabResult) -> str:
 
     layouts, base = result.layouts, result.one_device
     peaks = [layout.peak_bytes for layout in layouts]
-    unit, name = _byte_unit(peaks)
+    unit, name = byte_unit(peaks)
     with _rows("memory", "Peak memory per rank of every layout", layouts, extra_in=0.3) as drawing:
         axes, legend = drawing.figure.subplots(), Legend()
         _label_rows(axes, layouts, peaks)
@@ -128,7 +128,7 @@ def memory(result: LabResult) -> str:
 def communication(result: LabResult) -> str:
     """Bytes and seconds of communication per step, stacked by axis of the mesh."""
     layouts = result.layouts
-    unit, name = _byte_unit([sum(layout.comm_bytes_by_axis.values()) for layout in layouts])
+    unit, name = byte_unit([sum(layout.comm_bytes_by_axis.values()) for layout in layouts])
     volumes, times = (
         [_positive(table) for table in tables]
         for tables in ([one.comm_bytes_by_axis for one in layouts], [one.comm_s_by_axis for one in layouts])
@@ -355,7 +355,8 @@ def _axis_colour(axis: str) -> str:
     return PALETTE[{"data": "dp"}.get(axis, axis if axis in AXES else "world")][0]
 
 
-def _byte_unit(sizes: Sequence[float | None]) -> tuple[float, str]:
+def byte_unit(sizes: Sequence[float | None]) -> tuple[float, str]:
+    """The largest unit in which the largest of these is at least 1, and its name."""
     top = max([size for size in sizes if size is not None], default=0)
     return next(
         ((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if top >= unit),

@@ -6,11 +6,11 @@ import errno
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import Page, check_alone, figures
 from rich.console import Console
 
 from fivefold.errors import ConfigError, RecordError
@@ -24,44 +24,9 @@ from fivefold.report.lab_report import (
     write_report,
 )
 
-VOID = {"meta", "br", "img", "link", "input", "hr"}
-FETCHING = {"src", "srcset", "data", "poster", "action", "formaction", "background", "cite", "ping"}
 HOSTILE = (
     '</title></svg></style><script>alert(1)</script><img src="https://x.test/a" onerror=a> $\\frac{ & \x00'
 )
-
-
-class Page(HTMLParser):
-    """Tags must nest and close, ids be unique; keeps attributes and visible text for the tests."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.open == []
-        ids = [attributes["id"] for _, attributes in self.tags if "id" in attributes]
-        assert len(ids) == len(set(ids))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    @property
-    def words(self) -> str:
-        return " ".join(" ".join(self.text).split())
-
-    def count(self, tag: str) -> int:
-        return sum(name == tag for name, _ in self.tags)
 
 
 def layout(text: str = "dp1", **changes: Any) -> LayoutResult:
@@ -122,12 +87,6 @@ def html() -> str:
     return render(lab(*GRID, failed("dp4", "see http://example.test/help")))
 
 
-def figures(html: str) -> dict[str, list[str]]:
-    """The texts drawn in each figure, by section."""
-    sections = re.findall(r'<section class="card" id="(\w+)">\s*<figure>(.*?)</figure>', html, re.DOTALL)
-    return {name: re.findall(r"<text[^>]*>([^<]*)</text>", figure) for name, figure in sections}
-
-
 def test_every_layout_stands_in_the_table_and_in_every_figure_with_rows(html: str) -> None:
     page, drawn = Page(html), figures(html)
     assert "6 of 7 layouts are the same model as one device; not the same: dp4" in page.words
@@ -150,37 +109,8 @@ def test_figures_hold_the_numbers(html: str) -> None:
     assert drawn["error"].count("3.0e-7") == 5
 
 
-def test_page_fetches_nothing(html: str) -> None:
-    page = Page(html)
-    for tag, attributes in page.tags:
-        assert tag not in {"script", "link", "iframe", "object", "embed", "img", "image", "base"}
-        assert not FETCHING & set(attributes)
-        assert not any(name.startswith("on") for name in attributes)
-        assert attributes.get("href", "#").startswith("#")
-        assert all(
-            url.startswith("#")
-            for url in re.findall(r"url\((.*?)\)", " ".join(map(str, attributes.values())))
-        )
-    assert "@import" not in html
-    assert set(re.findall(r"\w+://[^\s<]*", html)) == {"http://example.test/help"}  # plain text, not a link
-
-
-def test_references_inside_figures_point_at_something(html: str) -> None:
-    page = Page(html)
-    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
-    wanted = {value[1:] for _, a in page.tags for key, value in a.items() if key == "href" and value}
-    wanted |= {
-        u for _, a in page.tags for value in a.values() for u in re.findall(r"url\(#(.*?)\)", value or "")
-    }
-    assert wanted
-    assert wanted <= ids
-
-
-def test_every_colour_of_a_figure_follows_the_page(html: str) -> None:
-    drawn = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
-    assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) == set()
-    used = set(re.findall(r"var\((--[\w-]+)\)", html))
-    assert used <= set(re.findall(r"(--[\w-]+):", html))
+def test_the_page_stands_alone(html: str) -> None:
+    check_alone(html, "http://example.test/help")  # plain text, not a link
 
 
 def test_hostile_text_stays_text() -> None:

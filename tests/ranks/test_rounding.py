@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fivefold.catalog.models import preset
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.strategies.data.replicated import Replicated
@@ -32,6 +33,23 @@ def test_no_worse_than_one_device(spec, text: str, dtype: Narrow) -> None:
     less, more = {"bfloat16": (1e-3, 0.1), "float16": (1e-4, 1e-2)}[dtype]
     assert less < verdict.own_errors["gradients"] < more, "one device is far from float64"
     assert all(verdict.bounds[q] >= HALF_UNIT[dtype] for q in QUANTITIES if q not in verdict.not_judged)
+
+
+ROUTED = [
+    "dp2 ep2", "tp2 ep2", "tp2 etp2", "cp2 ep2", "dp4 ep4 zero1", "dp2 tp2 ep2 etp2 zero3", "dp2 pp2:zbh1 ep2",
+    "dp2 tp2 nosp",
+]  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("text", ROUTED)
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-qwen-moe", "tiny-mla-moe"])
+def test_experts_chosen_alike(name: str, text: str, dtype: Narrow) -> None:
+    verdict = verify_rounding(preset(name), Layout.parse(text), dtype=dtype, device="cpu")
+    assert verdict.passed, verdict.cause
+    assert verdict.quantities["routed_experts"] == 0, "one device's choices are replayed"
+    assert any("tokens go to the experts that dp1 chose" in limit for limit in verdict.limits)
 
 
 def test_what_is_worse_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

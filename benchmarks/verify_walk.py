@@ -2,8 +2,7 @@
 
 Every power-of-two shape up to 8 ranks and some of 3, 5, 6 and 7, with options pairwise, and every cut of the experts;
 then layouts of 16 ranks that cut along every axis (dp2 tp2 pp2 cp2) with every ZeRO stage, schedule, cp method, ep and
-etp. Each recomputes in backward in some form, such that every form meets every option; routers have losses, selection
-biases and, every second time, a capacity.
+etp. Each recomputes in backward in some form; routers have losses, selection biases and, every second time, a capacity.
 
     python benchmarks/verify_walk.py [--models tiny-llama,tiny-uneven] [--dtype float64] [--folder FOLDER] [--out FILE]
     python benchmarks/verify_walk.py --models tiny-moe,tiny-qwen-moe,tiny-mla-moe --large 38
@@ -19,6 +18,7 @@ import json
 import sys
 import time
 from datetime import UTC, datetime
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from fivefold.catalog.models import preset
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.records.machine import machine_facts, versions
-from fivefold.strategies.legal import covering, legal_layouts, recompute_options, with_recompute
+from fivefold.strategies.legal import Case, covering, legal_layouts, recompute_options, with_recompute
 from fivefold.verify.matrix import walk
 from fivefold.verify.verify import Verdict
 from fivefold.verify.workload import common_plans
@@ -43,20 +43,25 @@ def candidates(spec: ModelSpec, ranks: int) -> list[Layout]:
     return list(legal_layouts(spec, ranks, lambda layout: common_plans(spec, layout, Layout(), "float64")[0]))
 
 
-def small(spec: ModelSpec) -> list[Layout]:
-    """Up to 8 ranks."""
+def small(spec: ModelSpec) -> list[Case]:
+    """Up to 8 ranks; of those of powers of two, such that every form of recompute meets every option."""
     powers = covering([layout for ranks in (2, 4, 8) for layout in candidates(spec, ranks)])
     others = covering([layout for ranks in (3, 5, 6, 7) for layout in candidates(spec, ranks)])
-    return powers + others[::SAMPLED]
+    return with_recompute(powers, recompute_options(spec)) + in_turn(spec, others[::SAMPLED])
 
 
-def large(spec: ModelSpec, least: int) -> list[Layout]:
+def in_turn(spec: ModelSpec, layouts: list[Layout]) -> list[Case]:
+    """Each layout with the next form of recompute."""
+    return [Case(layout, option) for layout, option in zip(layouts, cycle(recompute_options(spec)))]
+
+
+def large(spec: ModelSpec, least: int) -> list[Case]:
     """16 ranks, two along each axis: a pairwise cover, and others evenly spread over the legal ones up to `least`."""
     legal = [one for one in candidates(spec, 16) if (one.dp, one.tp, one.pp, one.cp) == (2, 2, 2, 2)]
     chosen = covering(legal)
     rest = [layout for layout in legal if layout not in set(chosen)]
     wanted = max(0, min(least - len(chosen), len(rest)))
-    return chosen + [rest[i * len(rest) // wanted] for i in range(wanted)]
+    return in_turn(spec, chosen + [rest[i * len(rest) // wanted] for i in range(wanted)])
 
 
 def summary(verdicts: list[Verdict]) -> dict[str, Any]:
@@ -82,9 +87,8 @@ def main() -> int:
     started, found = time.time(), {}
     for name in options.models.split(","):
         spec = preset(name)
-        for size, layouts in (("up to 8 ranks", small(spec)), ("16 ranks", large(spec, options.large))):
+        for size, cases in (("up to 8 ranks", small(spec)), ("16 ranks", large(spec, options.large))):
             results = options.folder / f"{name}-{options.dtype}.jsonl"
-            cases = with_recompute(layouts, recompute_options(spec))
             verdicts = walk(spec, cases, dtype=options.dtype, device="cpu", results=results)
             console = Console(stderr=True)
             found[f"{name}, {size}"] = summary(

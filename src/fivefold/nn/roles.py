@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from torch import nn
 
@@ -57,6 +58,7 @@ def role_of(name: str, roles: Mapping[str, str] = DECODER_ROLES) -> str | None:
     return next((role for pattern, role in roles.items() if fits(name, pattern)), None)
 
 
+@lru_cache(maxsize=2**14)
 def fits(name: str, pattern: str) -> bool:
     """Whether a module's name fits a pattern: part by part, so that a star stands for one part or a piece of one."""
     parts, patterns = name.split("."), pattern.split(".")

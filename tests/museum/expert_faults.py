@@ -288,9 +288,9 @@ def scaling_forgotten_where_dispatched(patch: Patch) -> None:
     on_weights(patch, lambda weights: weights / 2.5)
 
 
-@exhibit("dp2 ep2", "tp2 pp2 ep2", "the gradient of layers.1.mlp.router", "axis ep", spec=MIXED)
+@exhibit("dp2 ep2", "cp2 tp2 ep2", "the gradient of layers.1.mlp.router", "axis ep", spec=MIXED)
 def weights_detached(patch: Patch) -> None:
-    """Dispatch keeps the numbers of the weights and not where they come from: routers learn from their losses alone."""
+    """Dispatch keeps the numbers of the weights and not where they come from: routers learn nothing."""
     on_weights(patch, Tensor.detach)
 
 

@@ -49,7 +49,7 @@ def command(
 ) -> int:
     """List every legal layout of a model on so many ranks, or say why a layout is not.
 
-    With --why, exit code 0 if the layout is legal, 1 if not.
+    With --why, exit code 0 if the layout is legal, 1 if not, 2 if the text is no layout at all.
 
     \b
       fivefold layouts --model tiny-llama --ranks 8
@@ -73,7 +73,13 @@ def command(
             "--actions goes with --why LAYOUT, and says itself how many --microbatches there are"
         )
     spec = resolve(model)
-    asked = Layout.parse(why) if why is not None else None
+    try:
+        asked = Layout.parse(why) if why is not None else None
+    except LayoutError as error:
+        if as_json:
+            unknown = {"layout": why, "model": spec.name, "seq_len": seq_len}
+            print_json({**unknown, "legal": False, "rule": str(error)})
+        raise
     world = asked.world_size if asked is not None else ranks
     assert world is not None
     lines = None if actions is None else read_actions(actions)

@@ -37,7 +37,7 @@ def test_no_worse_than_one_device(spec, text: str, dtype: Narrow) -> None:
 
 ROUTED = [
     "dp2 ep2", "tp2 ep2", "tp2 etp2", "cp2 ep2", "dp4 ep4 zero1", "dp2 tp2 ep2 etp2 zero3", "dp2 pp2:zbh1 ep2",
-    "dp2 tp2 nosp",
+    "dp2 tp2 nosp etp2",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fivefold.estimate.compute import HALF, routed_tokens
+from fivefold.estimate.compute import HALF, expert_width, routed_tokens
 
 if TYPE_CHECKING:
     from fivefold.estimate.jobs import Blocks, Column, Jobs
@@ -50,6 +50,12 @@ def gather(size: Column, degree: Column, stride: Column, jobs: Jobs, c: Values) 
 def hidden_bytes(jobs: Jobs) -> Column:
     """Bytes of the activations between layers: T D x 2."""
     return jobs.tokens * jobs.hidden * HALF
+
+
+def cut_parts(block: Blocks) -> Column:
+    """Parts of a layer that tensor parallelism cuts: attention, and the MLP of a dense layer."""
+    parts: Column = (block.heads > 0) * 1.0 + ((block.ffn > 0) & (block.experts == 0))
+    return parts
 
 
 def tensor(jobs: Jobs, c: Values) -> Column:
@@ -103,7 +109,7 @@ def dispatched_bytes(block: Blocks, jobs: Jobs) -> Column:
     choices = np.maximum(block.top_k, 1)
     ranks = jobs.ep * (1 - (1 - 1 / jobs.ep) ** choices)
     copies = np.where(jobs.one_copy, ranks / choices, 1.0)
-    size: Column = copies * routed_tokens(block, jobs) / jobs.etp * jobs.hidden * HALF
+    size: Column = copies * routed_tokens(block, jobs) / jobs.etp * expert_width(block, jobs) * HALF
     return size
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fivefold.units import MEGA
+from fivefold.units import GIGA, MEGA
 
 if TYPE_CHECKING:
     from fivefold.estimate.jobs import Blocks, Column, Flags, Jobs
 
     Values = dict[str, Column]
 
+HOST_BYTES_PER_S = 25 * GIGA
+"""One of eight ranks' share of the host's memory bandwidth, about 200 GB/s when all update at once."""
 HALF = 2
 """Bytes of an element of activations and of weights in compute."""
 ROOF = 4.0
@@ -34,9 +36,9 @@ class Passes:
     backward: Column
 
 
-def join(*limits: Column) -> Column:
+def join(*limits: Column, power: float = ROOF) -> Column:
     """The larger of several limits, smoothly: (sum x^p)^(1/p)."""
-    return sum(limit**ROOF for limit in limits) ** (1 / ROOF)
+    return sum(limit**power for limit in limits) ** (1 / power)
 
 
 def peak(jobs: Jobs, c: Values, *, low: bool) -> Column:
@@ -82,7 +84,7 @@ def linear(m: Column, n: Column, k: Column, jobs: Jobs, c: Values, *, low: bool 
 
 
 def attention_maps(block: Blocks, jobs: Jobs) -> list[tuple[Column, Column]]:
-    """(n, k) of the linear maps around the attention core, as cut by tp.
+    """(n, k) of the linear maps around the attention core, as cut by tp; (0, 0) where a layer has none.
 
     Source: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); MLA (DeepSeek-V2, arXiv:2405.04434,
             eq. 9-13: the maps into latents are whole on every tp rank).
@@ -121,7 +123,7 @@ def attention_core(block: Blocks, jobs: Jobs, c: Values) -> Passes:
     keys = np.where(block.window < S, block.window * (1 - block.window / (2 * S)), S / 2)
     pair = 2 * jobs.tokens * heads * (block.qk_dim + block.v_dim)
     odd = np.where(block.qk_dim % 8 > 0, c["odd_head"], 1.0)
-    narrow = 1 + np.maximum(0, 128 / np.minimum(block.qk_dim, 128) - 1) * 0.35
+    narrow = 1 + np.maximum(0, 128 / np.clip(block.qk_dim, 1, 128) - 1) * 0.35
     share = c["attention"] / (1 + c["attention_half"] / np.minimum(S, block.window))
     fused = pair * keys / (jobs.peak_flops_per_s * share) * odd * narrow
 
@@ -156,15 +158,30 @@ def gemm_of_heads(rows: Column, S: Column, block: Blocks, jobs: Jobs, c: Values)
 def elementwise(block: Blocks, jobs: Jobs, c: Values) -> Column:
     """Seconds that norms, residuals, dropout, rotation and activations of a layer take forward; backward takes twice.
 
-    Formula: (passes_hidden T D + passes_ffn T F) x 2 bytes over the bandwidth. Sequence parallelism cuts those over D.
+    Formula: (passes_hidden T D + passes_ffn T F + passes_state T 2 I) x 2 bytes over the bandwidth, I the inner width
+             of a state-space layer. Sequence parallelism cuts those over D.
     Source:  counts as in Korthikanti et al. 2022, arXiv:2205.05198, section 4.1.
     """
     import numpy as np
 
-    D = jobs.hidden / np.where(jobs.sequence_parallel, jobs.tp, 1.0)
+    D = jobs.hidden / np.where(jobs.sequence_parallel, jobs.tp, 1.0) * parts_of_layer(block) / 2
     inner = block.ffn * block.gated / jobs.tp
-    moved = jobs.tokens * HALF * (c["passes_hidden"] * D + c["passes_ffn"] * inner)
+    wide = np.where(block.state > 0, 2 * block.heads * block.qk_dim / jobs.tp, 0.0)
+    moved = jobs.tokens * HALF * (c["passes_hidden"] * D + c["passes_ffn"] * inner + c["passes_state"] * wide)
     return moved / (jobs.memory_bytes_per_s * c["memory"])
+
+
+def parts_of_layer(block: Blocks) -> Column:
+    """2: attention and a feed-forward part; 1: one of them, as in a layer of a hybrid model."""
+    parts: Column = (block.heads > 0) * 1.0 + ((block.ffn > 0) | (block.experts > 0))
+    return parts
+
+
+def expert_width(block: Blocks, jobs: Jobs) -> Column:
+    """Width that routed experts read and write: the hidden one, or that of the latent space."""
+    import numpy as np
+
+    return np.where(block.latent > 0, block.latent, jobs.hidden)
 
 
 def routed_tokens(block: Blocks, jobs: Jobs) -> Column:
@@ -186,14 +203,19 @@ def experts(block: Blocks, jobs: Jobs, c: Values) -> Passes:
     rows = np.where(is_moe, tokens / local, 1.0)
     F = block.moe_ffn / jobs.etp
     slower = (1 + 30 / rows) / c["grouped"]
-    up = linear(rows, F * block.gated, jobs.hidden, jobs, c)
-    down = linear(rows, jobs.hidden, F, jobs, c)
-    moved = tokens * HALF * (c["passes_experts"] * jobs.hidden + c["passes_ffn"] * F * block.gated)
+    D = expert_width(block, jobs)
+    up = linear(rows, F * block.gated, D, jobs, c)
+    down = linear(rows, D, F, jobs, c)
+    moved = tokens * HALF * (c["passes_experts"] * D + c["passes_ffn"] * F * block.gated)
     passes = moved / (jobs.memory_bytes_per_s * c["memory"])
-    return Passes(
-        np.where(is_moe, local * slower * (up.forward + down.forward) + passes, 0.0),
-        np.where(is_moe, local * slower * (up.backward + down.backward) + 2 * passes, 0.0),
-    )
+    forward = local * slower * (up.forward + down.forward) + passes
+    backward = local * slower * (up.backward + down.backward) + 2 * passes
+    if (block.latent > 0).any():
+        there = linear(jobs.tokens, block.latent / jobs.tp, jobs.hidden, jobs, c)
+        back = linear(jobs.tokens, jobs.hidden, block.latent / jobs.tp, jobs, c)
+        forward = forward + there.forward + back.forward
+        backward = backward + there.backward + back.backward
+    return Passes(np.where(is_moe, forward, 0.0), np.where(is_moe, backward, 0.0))
 
 
 def head(jobs: Jobs, c: Values) -> Passes:
@@ -211,7 +233,10 @@ def layer_parameters(block: Blocks, jobs: Jobs) -> tuple[Column, Column]:
     """Parameters of one layer on one rank: (dense ones as cut by tp, those of experts as cut by ep and etp)."""
     dense = sum(n * k for n, k in attention_maps(block, jobs))
     dense = dense + (block.gated + 1) * block.ffn * jobs.hidden / jobs.tp + block.experts * jobs.hidden
-    routed = block.experts / jobs.ep * (block.gated + 1) * block.moe_ffn * jobs.hidden / jobs.etp
+    dense = dense + 2 * block.latent * jobs.hidden
+    routed = (
+        block.experts / jobs.ep * (block.gated + 1) * block.moe_ffn * expert_width(block, jobs) / jobs.etp
+    )
     return dense, routed
 
 
@@ -223,6 +248,5 @@ def optimizer(parameters: Column, jobs: Jobs, c: Values) -> Column:
     """
     import numpy as np
 
-    seconds = parameters * c["optimizer"] / (jobs.memory_bytes_per_s * c["memory"])
-    host = 50.0  # the host's memory is about fifty times slower than the device's
-    return np.where(jobs.offload, host * seconds, seconds)
+    moved = parameters * c["optimizer"]
+    return np.where(jobs.offload, moved / HOST_BYTES_PER_S, moved / (jobs.memory_bytes_per_s * c["memory"]))

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """One kind of decoder layer in every job; a job without it has `count` 0."""
+    """One kind of decoder layer in every job; a job without it has `count` 0.
+
+    A layer of a hybrid model has one part only: attention without an MLP (`ffn` and `experts` 0), or the reverse
+    (`heads` and head sizes 0). A state-space layer is attention to as many keys as a chunk of it costs.
+    """
 
     count: Column
     """Layers of this kind in the whole model."""
@@ -35,6 +39,8 @@ class Blocks:
     kv_rank: Column
     """MLA: rank of the latent of keys and values; 0: no MLA."""
     rope_dim: Column
+    state: Column
+    """Size of a state of each head; 0: no state-space layer."""
     window: Column
     """Keys that a token can meet at most; the sequence length where there is no window."""
     ffn: Column
@@ -45,6 +51,8 @@ class Blocks:
     top_k: Column
     moe_ffn: Column
     """Width of one routed expert; 0: a dense layer."""
+    latent: Column
+    """Width that routed experts read and write, where tokens are projected to it and back; 0: the hidden width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,8 @@ class Jobs:
     sequence_parallel: Flags
     bubble: Column
     """Share of the 1F1B bubble that the schedule leaves; `step.BUBBLE` names the schedules."""
+    overlap: Column
+    """Share of expert communication that the schedule hides behind another microbatch; `step.OVERLAP`."""
     # Execution
     bits: Column
     """Bits of an operand of the linear maps: 16, 8 or 4."""

@@ -9,10 +9,11 @@ ERAS = {
     "megatron-core": "Megatron-Core up to 0.11, NeMo 24.x: Transformer Engine, flash attention",
     "megatron-2025": "Megatron-Core from 0.12, Megatron-Bridge 25.x",
     "megatron-2026": "Megatron-Bridge 26.02 to 26.04",
-    "megatron-2026b": "Megatron-Bridge from 26.06: experts launched in one graph",
+    "megatron-2026b": "Megatron-Bridge from 26.06: on Blackwell, experts launched in one graph and fused with dispatch",
     "fsdp": "PyTorch FSDP until 2025: Composer, torchtitan, accelerate",
     "fsdp-2026": "PyTorch FSDP2 from 2026",
     "deepspeed": "DeepSpeed ZeRO without Megatron's model parallelism",
+    "deepspeed-2021": "the same until 2021: ZeRO-3's owner of each parameter sends it to all, over one adapter",
     "other": "anything else",
 }
 """Era -> what is in it."""
@@ -40,7 +41,7 @@ def era(framework: str, year: float | None) -> str:
         return "fsdp" if year is None or year < 2025.7 else "fsdp-2026"
     if any(word in name for word in ("megatron", "nemo", "primus")):
         if "zero-3" in name:
-            return "deepspeed"
+            return "deepspeed-2021" if year is not None and year < 2022 else "deepspeed"
         if "core" not in name and "nemo" not in name and "bridge" not in name and "primus" not in name:
             return "megatron-classic" if year is None or year < 2024 else "megatron-core"
         if year is None:

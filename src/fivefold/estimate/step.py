@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Values = dict[str, Column]
 
+LAUNCH_ROOF = 4.0
+"""Exponent that joins work and launches."""
 BUBBLE = {
     "gpipe": 1.0, "1f1b": 1.0, "bfs": 1.0,
     "zb1p": 1 / 3, "zb2p": 0.03, "zbv": 0.06, "dualpipev": 0.3, "vhalf": 0.5, "vmin": 0.9,
@@ -28,6 +30,13 @@ BUBBLE = {
 
 Source: Qi et al. 2023, arXiv:2401.10241, table 1 and section 3 (ZB-H1: (p-1)(F + B - W) of (p-1)(F + B + W), a third
         where all are equal); ZB-2p and ZB-V as measured in its table 4; Qi et al. 2024, arXiv:2405.15362, table 1.
+"""
+
+
+OVERLAP = {"dualpipev": 0.8}
+"""Share of dispatch and combine that a schedule hides behind the computation of another microbatch.
+
+Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.1: all of it, at the price of 20 of 132 multiprocessors.
 """
 
 
@@ -76,7 +85,6 @@ def _layer(block: Blocks, jobs: Jobs, c: Values) -> Layer:
     """Formula: ((computation + exposed communication)^p + launches^p)^(1/p), backward with the recompute in it."""
     import numpy as np
 
-    is_moe = block.experts > 0
     maps = [compute.linear(jobs.tokens, n, k, jobs, c) for n, k in compute.attention_maps(block, jobs)]
     F = block.ffn / jobs.tp
     maps.append(compute.linear(jobs.tokens, F * block.gated, jobs.hidden, jobs, c))
@@ -88,15 +96,15 @@ def _layer(block: Blocks, jobs: Jobs, c: Values) -> Layer:
     backward = sum(one.backward for one in maps) + core.backward + 2 * passes
 
     again = jobs.recompute
-    tp = c["tp_exposed"] * comm.tensor(jobs, c) * np.where(is_moe, 1.0, 2.0)
+    tp = c["tp_exposed"] * comm.tensor(jobs, c) * comm.cut_parts(block)
     cp = c["cp_exposed"] * comm.context(block, jobs, c)
     ep = c["ep_exposed"] * comm.expert(block, jobs, c)
     launch = launches(block, jobs, c)
     sent = tp + cp + ep
-    forward_all = join(forward + sent, launch)
+    forward_all = join(forward + sent, launch, power=LAUNCH_ROOF)
     work = backward + again * forward + np.where(jobs.recompute_attention, core.forward, 0.0)
     sent_back = tp + 2 * cp + ep + again * sent
-    backward_all = join(work + sent_back, (2 + again) * launch)
+    backward_all = join(work + sent_back, (2 + again) * launch, power=LAUNCH_ROOF)
     dense, routed = compute.layer_parameters(block, jobs)
     return Layer(
         forward_all, backward_all, (2 + again) * tp, (3 + again) * cp, (2 + again) * ep, dense, routed
@@ -114,6 +122,7 @@ def seconds_by_term(jobs: Jobs, c: Values) -> StepTimes:
     m, scale = jobs.microbatches, c["stack"]
     share = np.where(stages.argmax(axis=0) == 0, first, np.where(stages.argmax(axis=0) == 1, middle, last))
     sent = {axis: m * share * _mean(made, jobs, axis) for axis in ("tp", "cp", "ep")}
+    sent["ep"] = sent["ep"] - m * share * pieces.hidden
     gathered = m * share * pieces.gathered
     busy = m * pieces.slowest - sum(sent.values()) - gathered
     return StepTimes(
@@ -153,6 +162,8 @@ class _Pieces:
     slowest: Column
     gathered: Column
     """In one layer, by ZeRO-3."""
+    hidden: Column
+    """Of the exchange with experts in one layer, by the schedule."""
     messages: Column
     bubble: Column
     reduced: Column
@@ -175,7 +186,9 @@ def _compose(made: list[Layer], jobs: Jobs, c: Values) -> _Pieces:
     gathered = 0 * forward
     if (jobs.zero == 3).any():
         gathered = _sharded_layer(forward, backward, dense, routed, jobs, c)
-    layer = forward + backward + gathered
+    routed_sent = _mean(made, jobs, "ep")
+    hidden = np.minimum(jobs.overlap * routed_sent, forward + backward - routed_sent)
+    layer = forward + backward - hidden + gathered
     ends = compute.head(jobs, c)
     first, middle, last = stage_layers(jobs)
     messages = c["pp_exposed"] * 2 * jobs.chunks * comm.message(jobs, c)
@@ -194,21 +207,22 @@ def _compose(made: list[Layer], jobs: Jobs, c: Values) -> _Pieces:
     dense_all, routed_all = dense * L / jobs.pp + tied, routed * L / jobs.pp
     reduced = _reduced(dense_all, routed_all, backward * L / jobs.pp, jobs, c)
     updated = compute.optimizer(_updated(dense_all, routed_all, jobs), jobs, c)
-    return _Pieces(stages, slowest, gathered, messages, bubble, reduced, updated)
+    return _Pieces(stages, slowest, gathered, hidden, messages, bubble, reduced, updated)
 
 
 def launches(block: Blocks, jobs: Jobs, c: Values) -> Column:
     """Seconds that one process takes to launch the forward of a layer: the floor of its time.
 
     Formula: launch + two collectives, whose ranks wait for the slowest of them: 2 launch_collective log2 tp, + those of
-             experts, + those of a softmax that is not fused.
+             routing and of each expert of the rank, + those of a softmax that is not fused.
     """
     import numpy as np
 
+    local = np.maximum(block.experts / jobs.ep, 1)
     return (
-        c["launch"]
+        c["launch"] * compute.parts_of_layer(block) / 2
         + 2 * c["launch_collective"] * np.log2(jobs.tp)
-        + np.where(block.experts > 0, c["launch_experts"], 0.0)
+        + np.where(block.experts > 0, c["launch_experts"] + local * c["launch_each_expert"], 0.0)
         + np.where(compute.slow_softmax(block, jobs), c["launch_softmax"], 0.0)
     )
 

@@ -49,9 +49,7 @@ def _part(size: Column, degree: Column) -> Column:
 
 def _tensor(block: Blocks, jobs: Jobs) -> Column:
     """Forward of one layer: two gathers' worth for attention, and two for a dense MLP."""
-    import numpy as np
-
-    return 2 * np.where(block.experts > 0, 1.0, 2.0) * _part(comm.hidden_bytes(jobs), jobs.tp)
+    return 2 * comm.cut_parts(block) * _part(comm.hidden_bytes(jobs), jobs.tp)
 
 
 def _expert(block: Blocks, jobs: Jobs) -> Column:

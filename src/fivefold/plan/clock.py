@@ -68,7 +68,7 @@ class Clock:
 
         `zero`: the stages along the last axis, all of them or one: without ZeRO-3 fewer numbers are made.
         """
-        from fivefold.estimate.step import BUBBLE, total_seconds
+        from fivefold.estimate.step import BUBBLE, OVERLAP, total_seconds
 
         base, c, layers = self._layers(lattice, option)
         data: dict[str, Any] = {
@@ -78,6 +78,7 @@ class Clock:
             "chunks": self._number(group.chunks if group.schedule == "1f1b" else 1),
             "zero": zero,
             "bubble": self._number(BUBBLE[SCHEDULE.get(group.schedule, group.schedule)]),
+            "overlap": self._number(OVERLAP.get(group.schedule, 0.0)),
         }
         return total_seconds(layers, replace(base, **data), c)
 
@@ -111,7 +112,7 @@ class Clock:
         """The choices as rows of jobs."""
         import numpy as np
 
-        from fivefold.estimate.step import BUBBLE
+        from fivefold.estimate.step import BUBBLE, OVERLAP
 
         q = self.question
         layouts = [choice.layout for choice in choices]
@@ -134,6 +135,7 @@ class Clock:
             microbatches=q.global_batch / (degrees["dp"] * micro_batch),
             chunks=column(layout.chunks if layout.schedule == "1f1b" else 1 for layout in layouts),
             bubble=column(BUBBLE[SCHEDULE.get(layout.schedule, layout.schedule)] for layout in layouts),
+            overlap=column(OVERLAP.get(layout.schedule, 0.0) for layout in layouts),
             sequence_parallel=np.array([layout.sequence_parallel for layout in layouts]),
             recompute=column(shares[choice.recompute] for choice in choices),
         )
@@ -148,7 +150,7 @@ class Clock:
             a, one = lattice.axes, self._number(1)
             jobs = self._jobs(
                 tp=a["tp"], cp=a["cp"], ep=a["ep"], etp=a["etp"], micro_batch=a["micro_batch"], pp=one, dp=one,
-                microbatches=one, chunks=one, zero=one, bubble=one,
+                microbatches=one, chunks=one, zero=one, bubble=one, overlap=one,
                 sequence_parallel=(lattice.sp > 0) & (a["tp"] > 1),
                 recompute=self._number(recomputed_share(self.question.spec, option, self.question.seq_len)),
             )  # fmt: skip
@@ -218,18 +220,19 @@ def _attention_sizes(block: BlockSpec, seq_len: int) -> dict[str, float]:
         window = min(seq_len, a.window or seq_len, a.chunk or seq_len)
         return {
             "heads": a.heads, "kv_heads": a.kv_heads, "qk_dim": a.head_dim, "v_dim": a.head_dim, "q_rank": 0,
-            "kv_rank": 0, "rope_dim": 0, "window": window,
+            "kv_rank": 0, "rope_dim": 0, "state": 0, "window": window,
         }  # fmt: skip
     if isinstance(a, MLASpec):
         return {
             "heads": a.heads, "kv_heads": a.heads, "qk_dim": a.nope_dim + a.rope_dim, "v_dim": a.value_dim,
-            "q_rank": a.q_rank or 0, "kv_rank": a.kv_rank, "rope_dim": a.rope_dim, "window": seq_len,
+            "q_rank": a.q_rank or 0, "kv_rank": a.kv_rank, "rope_dim": a.rope_dim, "state": 0,
+            "window": seq_len,
         }  # fmt: skip
     assert isinstance(a, GatedDeltaSpec)
     # As attention to as many keys as a chunk has: its cost does not grow with the sequence.
     return {
         "heads": a.value_heads, "kv_heads": a.key_heads, "qk_dim": a.key_dim, "v_dim": a.value_dim, "q_rank": 0,
-        "kv_rank": 0, "rope_dim": 0, "window": min(seq_len, 3 * a.key_dim),
+        "kv_rank": 0, "rope_dim": 0, "state": 0, "window": min(seq_len, 3 * a.key_dim),
     }  # fmt: skip
 
 
@@ -237,8 +240,10 @@ def _feed_sizes(block: BlockSpec) -> dict[str, float]:
     m = block.mlp
     gated = 2 if m.gated else 1
     if isinstance(m, MLPSpec):
-        return {"ffn": m.ffn, "gated": gated, "experts": 0, "top_k": 0, "moe_ffn": 0}
-    return {"ffn": m.shared_ffn, "gated": gated, "experts": m.experts, "top_k": m.top_k, "moe_ffn": m.ffn}
+        return {"ffn": m.ffn, "gated": gated, "experts": 0, "top_k": 0, "moe_ffn": 0, "latent": 0}
+    return {
+        "ffn": m.shared_ffn, "gated": gated, "experts": m.experts, "top_k": m.top_k, "moe_ffn": m.ffn, "latent": 0,
+    }  # fmt: skip
 
 
 def _spread(jobs: Jobs, n: int) -> Jobs:

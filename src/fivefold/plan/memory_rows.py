@@ -16,6 +16,7 @@ from fivefold.errors import UserError
 from fivefold.estimate import stacks
 from fivefold.estimate.memory import Job, Measure, MemoryEstimate, estimate, numerics
 from fivefold.estimate.recompute import Recompute
+from fivefold.plan.completed import completed
 from fivefold.strategies.pipeline.placement import even_counts
 from fivefold.units import GIB
 
@@ -31,10 +32,13 @@ _SCHEDULES = (("zb-v", "zbv"), ("zbv", "zbv"), ("dualpipe", "dualpipev"), ("zb",
 
 def job_of_row(row: Row) -> Job | str:
     """The job of a row, or in one line why it has none."""
+    row = completed(row)
     if row.get("phase") is not None or row.get("kind") == "inference":
         return "an inference run"
     if "lora" in str(row.get("task") or "").lower():
         return "a run that trains adapters only"
+    if row.get("mamba_layers"):
+        return "a model with state-space layers, whose memory is not estimated"
     missing = [name for name in NEEDED if not row.get(name)]
     if not row.get("micro_batch") and not (row.get("global_batch") and row.get("num_microbatches")):
         missing.append("micro_batch")

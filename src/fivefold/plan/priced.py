@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import ClusterError
 from fivefold.estimate.software import FIRST_YEAR, era, release_year
-from fivefold.estimate.step import BUBBLE
+from fivefold.estimate.step import BUBBLE, OVERLAP
+from fivefold.plan.completed import completed
 from fivefold.plan.run_devices import hardware
 from fivefold.plan.runs_table import Row
 from fivefold.units import TERA
@@ -39,30 +40,30 @@ def price(rows: list[Row]) -> Priced:
 
     kept: list[Row] = []
     jobs: list[dict[str, Any]] = []
-    dense: list[dict[str, Any]] = []
-    moe: list[dict[str, Any]] = []
+    blocks: list[tuple[dict[str, Any], ...]] = []
     measured: list[float] = []
     skipped: list[tuple[Row, str]] = []
-    for row in rows:
+    for given in rows:
+        row = Row(given.line, completed(given.values))
         reason = _unpriceable(row)
         if reason is None:
             try:
                 job = _job(row)
-                blocks = _blocks(row)
+                parts = _blocks(row)
             except _Unpriced as error:
                 reason = str(error)
         if reason is not None:
-            skipped.append((row, reason))
+            skipped.append((given, reason))
             continue
-        kept.append(row)
+        kept.append(given)
         jobs.append(job)
-        dense.append(blocks[0])
-        moe.append(blocks[1])
+        blocks.append(parts)
         measured.append(_measured_s(row, job))
-    made = (
-        (columns(dense, Blocks), columns(moe, Blocks))
-        if any(b["count"] for b in moe)
-        else (columns(dense, Blocks),)
+    kinds = [list(kind) for kind in zip(*blocks)]
+    made = tuple(
+        columns(kind, Blocks)
+        for number, kind in enumerate(kinds)
+        if number == 0 or any(b["count"] for b in kind)
     )
     return Priced(kept, columns(jobs, Jobs, blocks=made), np.array(measured, dtype=float), skipped)
 
@@ -83,8 +84,8 @@ def _unpriceable(row: Row) -> str | None:
     return None
 
 
-def _blocks(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Dense and routed layers of the model."""
+def _blocks(row: Row) -> tuple[dict[str, Any], ...]:
+    """Dense and routed layers of the model, and the attention and state-space layers of a hybrid one."""
     heads = row.heads
     head_dim = row.head_dim or row.hidden / heads
     mla = row.mla_kv_lora_rank or 0
@@ -97,22 +98,54 @@ def _blocks(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         "q_rank": row.mla_q_lora_rank or 0 if mla else 0,
         "kv_rank": mla,
         "rope_dim": (row.mla_qk_rope_dim or 64) if mla else 0,
+        "state": 0,
         "window": row.seq_len,
         "gated": gated,
     }
     routed = row.experts or 0
     first = min(row.dense_layers or 0, row.layers) if routed else row.layers
-    none = {"experts": 0, "top_k": 0, "moe_ffn": 0}
+    none = {"experts": 0, "top_k": 0, "moe_ffn": 0, "latent": 0}
     ffn = row.ffn_hidden or 4 * row.hidden
     dense = {**attention, **none, "count": first, "ffn": ffn}
     shared = row.shared_expert_ffn_hidden
     if shared is None:
         shared = (row.shared_experts or 0) * (row.moe_ffn_hidden or 0)
+    alone = (row.attention_layers or 0, row.mamba_layers or 0)
+    if sum(alone) > row.layers - first:
+        raise _Unpriced(
+            f"{row.layers} layers cannot hold {alone[0]} of attention and {alone[1]} state-space ones"
+        )
+    bare = (
+        {**attention, "heads": 0, "kv_heads": 0, "qk_dim": 0, "v_dim": 0, "window": 1}
+        if any(alone)
+        else attention
+    )
     moe = {
-        **attention, "count": row.layers - first, "ffn": shared, "experts": routed,
+        **bare, "count": row.layers - first - sum(alone), "ffn": shared, "experts": routed,
         "top_k": row.top_k or min(routed, 1), "moe_ffn": row.moe_ffn_hidden or (ffn if routed else 0),
+        "latent": row.moe_latent or 0,
     }  # fmt: skip
-    return dense, moe
+    nothing = {**none, "ffn": 0}
+    return (
+        dense,
+        moe,
+        {**attention, **nothing, "count": alone[0]},
+        {**attention, **nothing, **_state_space(row), "count": alone[1]},
+    )
+
+
+def _state_space(row: Row) -> dict[str, Any]:
+    """Mamba-2 as attention whose maps have the same sizes: [D -> 2 I + 2 G N + H] and [I -> D], I = H P.
+
+    Its core is that of a chunk of 128 tokens: 2 T H P (C/2 + 2 N) FLOPs are those of C/4 + N keys.
+    Source: Dao and Gu 2024, arXiv:2405.21060, section 6 (matrices within chunks, states between them).
+    """
+    heads, size, state = row.mamba_heads or 0, row.mamba_head_dim or 64, row.mamba_state or 128
+    rest = heads * size + 2 * (row.mamba_groups or 1) * state + heads
+    return {
+        "heads": heads, "kv_heads": rest / (2 * size), "qk_dim": size, "v_dim": size, "kv_rank": 0, "q_rank": 0,
+        "rope_dim": 0, "state": state, "window": min(row.seq_len, 32 + state),
+    }  # fmt: skip
 
 
 def bits(precision: str) -> int:
@@ -177,7 +210,9 @@ def _job(row: Row) -> dict[str, Any]:
     zero = row.zero_stage
     if zero is None:
         zero = 3 if row.fsdp else 1 if megatron and software != "megatron-classic" else 0
-    grads = row.grad_accum_dtype or ("bf16" if software in ("fsdp", "deepspeed") else "fp32")
+    grads = row.grad_accum_dtype or (
+        "bf16" if software in ("fsdp", "deepspeed", "deepspeed-2021") else "fp32"
+    )
     backend = (row.attention_backend or "").lower()
     return {
         "hidden": row.hidden, "vocab": row.vocab or VOCABULARY, "tied": bool(row.tied_embeddings),
@@ -185,13 +220,14 @@ def _job(row: Row) -> dict[str, Any]:
         "seq_len": row.seq_len, "micro_batch": micro_batch, "microbatches": count,
         "tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "etp": etp,
         "chunks": _chunks(row) if schedule == "1f1b" else 1,
-        "zero": 3 if row.fsdp else zero,
+        "zero": zero,
         "sequence_parallel": tp > 1 and _sequence_parallel(row, software),
-        "bubble": BUBBLE[schedule], "bits": operand, "scaling": scaling(precision),
+        "bubble": BUBBLE[schedule], "overlap": OVERLAP.get(schedule, 0.0),
+        "bits": operand, "scaling": scaling(precision),
         "grad_bytes": 4 if "32" in grads else 2,
         "recompute": again, "recompute_attention": attention_again,
         "fused_attention": "unfused" not in backend if backend else software != "megatron-classic",
-        "one_copy": software not in ("megatron-classic", "megatron-core", "fsdp", "deepspeed"),
+        "one_copy": software not in ("megatron-classic", "megatron-core", "fsdp", "deepspeed", "deepspeed-2021"),
         "release": year,
         "offload": "optimizer" in (row.offload or ""),
         "peak_flops_per_s": device.peak_flops_per_s, "peak_low_flops_per_s": device.peak_low_flops_per_s,
@@ -248,11 +284,10 @@ def counted_flops(row: Row, *, hardware: bool) -> float:
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix A (full); Megatron-Core from 0.12 counts half (causal).
     """
-    dense, moe = _blocks(row)
     convention = (row.flops_convention or "full").lower()
     share = 0.0 if convention.startswith("none") else 0.5 if convention.startswith("causal") else 1.0
     layers = 0.0
-    for block in (dense, moe):
+    for block in _blocks(row):
         D, N = row.hidden, block["heads"]
         if block["kv_rank"]:
             nope = block["qk_dim"] - block["rope_dim"]
@@ -262,9 +297,11 @@ def counted_flops(row: Row, *, hardware: bool) -> float:
             weights += block["kv_rank"] * N * (nope + block["v_dim"]) + N * block["v_dim"] * D
         else:
             weights = D * block["qk_dim"] * (2 * N + 2 * block["kv_heads"])
-        weights += (block["gated"] + 1) * D * (block["ffn"] + block["top_k"] * block["moe_ffn"])
+        routed = block["latent"] or D
+        weights += (block["gated"] + 1) * (D * block["ffn"] + routed * block["top_k"] * block["moe_ffn"])
+        weights += 2 * D * block["latent"]
         weights += D * block["experts"]
-        core = share * row.seq_len * N * (block["qk_dim"] + block["v_dim"])
+        core = share * block["window"] * N * (block["qk_dim"] + block["v_dim"])
         layers += block["count"] * 2 * (weights + core)
     again = 1 + (recompute_of(row.recompute or "none", row.layers)[0] / 3 if hardware else 0)
     return float(3 * (layers * again + 2 * row.hidden * (row.vocab or VOCABULARY)))

@@ -28,12 +28,14 @@ WHOLE = (
     "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab", "experts", "top_k", "shared_experts",
     "moe_ffn_hidden", "shared_expert_ffn_hidden", "dense_layers", "mla_q_lora_rank", "mla_kv_lora_rank",
     "mla_qk_nope_dim", "mla_qk_rope_dim", "mla_v_dim", "seq_len", "num_gpus", "gpus_per_node", "tp", "pp", "dp", "cp",
-    "ep", "etp", "zero_stage", "vpp", "micro_batch", "global_batch", "num_microbatches",
+    "ep", "etp", "zero_stage", "vpp", "micro_batch", "global_batch", "num_microbatches", "attention_layers",
+    "mamba_layers", "mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups", "moe_latent",
 )  # fmt: skip
 """Columns that hold whole numbers."""
 ZERO_IS_FINE = (
     "experts", "top_k", "shared_experts", "moe_ffn_hidden", "shared_expert_ffn_hidden", "dense_layers",
     "mla_q_lora_rank", "mla_kv_lora_rank", "mla_qk_nope_dim", "mla_qk_rope_dim", "mla_v_dim", "zero_stage",
+    "attention_layers", "mamba_layers", "mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups", "moe_latent",
 )  # fmt: skip
 MEASURED = (
     "iter_time_s", "tokens_per_s_per_gpu", "samples_per_s_per_gpu", "tflops_per_gpu", "mfu", "hfu", "peak_mem_gib",
@@ -47,7 +49,7 @@ WORDS = (
     "framework_version", "moe_routing", "tflops_kind", "flops_convention", "tier_time", "tier_mem", "peak_mem_kind",
     "peak_mem_rank", "attention_backend",
 )  # fmt: skip
-NUMBERS = ("gpu_mem_gib", *MEASURED)
+NUMBERS = ("gpu_mem_gib", "params_total_b", *MEASURED)
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,6 @@ def _check_number(column: str, value: Any, where: str) -> None:
         raise RecordError(f"{where}: {column} is {value}; a runs table holds finite numbers only")
     if column in WHOLE and value != int(value):
         raise RecordError(f"{where}: {column} is {value}; a whole number")
-    least = 0 if column in ZERO_IS_FINE or column in MEASURED else 1
+    least = 1 if (column in WHOLE and column not in ZERO_IS_FINE) or column == "gpu_mem_gib" else 0
     if not least <= value <= LARGEST:
         raise RecordError(f"{where}: {column} is {value}; at least {least} and at most {LARGEST:.0e}")

@@ -21,7 +21,7 @@ from fivefold.core.workload import Workload
 from fivefold.estimate import comm, compute
 from fivefold.estimate.coefficients import Coefficients, beliefs
 from fivefold.estimate.jobs import Blocks, Jobs
-from fivefold.estimate.step import BUBBLE, seconds_by_term, stage_layers, step_times
+from fivefold.estimate.step import BUBBLE, layers_of, seconds_by_term, stage_layers, step_times
 from fivefold.estimate.timeline import simulate
 from fivefold.strategies.compose import predict_events
 from fivefold.strategies.pipeline.schedules import rank_actions
@@ -37,7 +37,7 @@ def job(blocks: list[BlockSpec], *, vocab: int = 512, **columns: Any) -> Jobs:
     kinds = list(dict.fromkeys(blocks))
     values: dict[str, Any] = {
         **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "etp", "chunks", "micro_batch", "microbatches"), 1),
-        **dict.fromkeys(("zero", "scaling", "recompute"), 0),
+        **dict.fromkeys(("zero", "scaling", "recompute", "overlap"), 0),
         **dict.fromkeys(("tied", "frozen", "sequence_parallel", "recompute_attention", "offload"), False),
         "fused_attention": True, "one_copy": False, "bubble": 1, "bits": 16, "grad_bytes": 4, "seq_len": S, "hidden": D,
         "vocab": vocab, "peak_flops_per_s": PEAK, "peak_low_flops_per_s": PEAK, "memory_bytes_per_s": 1e30,
@@ -53,7 +53,7 @@ def _block(block: BlockSpec, count: int) -> Blocks:
     a, m = block.attention, block.mlp
     latent = isinstance(a, MLASpec)
     sizes = {
-        "count": count, "heads": a.heads, "window": S, "gated": 2 if m.gated else 1,
+        "count": count, "heads": a.heads, "window": S, "gated": 2 if m.gated else 1, "latent": 0, "state": 0,
         "kv_heads": a.heads if latent else a.kv_heads,
         "qk_dim": a.nope_dim + a.rope_dim if latent else a.head_dim, "v_dim": a.value_dim if latent else a.head_dim,
         "q_rank": a.q_rank or 0 if latent else 0, "kv_rank": a.kv_rank if latent else 0,
@@ -105,6 +105,38 @@ def test_an_ideal_device_takes_the_models_flops(attention: Any, mlp: Any) -> Non
     # causal attention meets (S+1)/2 keys, counted as S/2
     assert float((sum(maps) + sum(feed) + core)[0]) * PEAK == pytest.approx(expected, rel=2e-3)
     assert float(compute.head(jobs, c).forward[0]) * PEAK == pytest.approx(head_flops(spec) * 4 * S)
+
+
+def test_a_hybrid_model_is_its_parts() -> None:
+    """A layer of attention alone and one of an MLP alone take what one layer of both takes."""
+    jobs = job([BlockSpec(attention=GQA, mlp=MLPSpec(ffn=96))], tp=2, micro_batch=4)
+    c = {**ideal(jobs, tp_exposed=1.0, passes_hidden=10.0), "launch": np.array([1e-12])}
+    (whole,) = jobs.blocks
+    none = np.zeros(1)
+    attention = replace(whole, ffn=none)
+    feed = replace(whole, heads=none, kv_heads=none, qk_dim=none, v_dim=none, window=np.ones(1))
+    both, one, other = layers_of(replace(jobs, blocks=(whole, attention, feed)), c)
+    for name in ("forward", "backward", "tp", "dense"):
+        assert getattr(both, name) == pytest.approx(getattr(one, name) + getattr(other, name), rel=1e-3), name
+
+
+def test_experts_in_a_latent_space() -> None:
+    """As experts of a model of that width, between two maps."""
+    jobs = job([BlockSpec(attention=GQA, mlp=MOE)], micro_batch=4)
+    c = ideal(jobs)
+    (block,) = jobs.blocks
+    latent = compute.experts(replace(block, latent=np.array([16.0])), jobs, c).forward
+    narrow = compute.experts(block, replace(jobs, hidden=np.array([16.0])), c).forward
+    assert float((latent - narrow)[0]) * PEAK == pytest.approx(2 * 2 * 4 * S * D * 16)
+
+
+def test_a_schedule_that_overlaps_hides_dispatch_behind_computation() -> None:
+    jobs = job([BlockSpec(attention=GQA, mlp=MOE)], dp=4, ep=4, link_bytes_per_s=1e9)
+    c = ideal(jobs, ep_exposed=1.0)
+    plain = seconds_by_term(jobs, c)
+    hidden = seconds_by_term(replace(jobs, overlap=np.array([0.5])), c)
+    assert plain.total - hidden.total == pytest.approx(min(0.5 * plain.ep, plain.compute), rel=1e-2)
+    assert plain.ep - hidden.ep == pytest.approx(plain.total - hidden.total)
 
 
 @pytest.mark.parametrize("mlp", [MLPSpec(ffn=96), MOE], ids=["dense", "experts"])

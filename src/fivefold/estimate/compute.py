@@ -173,8 +173,8 @@ def elementwise(block: Blocks, jobs: Jobs, c: Values) -> Column:
 
 def parts_of_layer(block: Blocks) -> Column:
     """2: attention and a feed-forward part; 1: one of them, as in a layer of a hybrid model."""
-    parts: Column = (block.heads > 0) * 1.0 + ((block.ffn > 0) | (block.experts > 0))
-    return parts
+    attention: Column = (block.heads > 0) * 1.0
+    return attention + ((block.ffn > 0) | (block.experts > 0))
 
 
 def expert_width(block: Blocks, jobs: Jobs) -> Column:

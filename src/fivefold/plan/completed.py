@@ -36,5 +36,5 @@ def _layers(values: Mapping[str, Any]) -> int:
     maps = 3 if values.get("gated_mlp") else 2
     layer = attention + maps * hidden * (values.get("ffn_hidden") or 4 * hidden)
     tables = 1 if values.get("tied_embeddings") else 2
-    rest = values["params_total_b"] * GIGA - tables * (values.get("vocab") or 0) * hidden
-    return max(1, round(rest / layer))
+    rest: float = values["params_total_b"] * GIGA - tables * (values.get("vocab") or 0) * hidden
+    return max(1, round(float(rest / layer)))

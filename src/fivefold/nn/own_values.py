@@ -13,7 +13,7 @@ from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.sharding import ParameterRow
 from fivefold.errors import ModelError
 from fivefold.nn.own import Parts
-from fivefold.nn.safetensors_io import FLOATS, Entry, read_header, read_region
+from fivefold.nn.own_files import Piece, find, open_folder, read
 
 
 @contextmanager
@@ -39,14 +39,15 @@ def empty_parameters() -> Iterator[None]:
 class OwnValues:
     """The values that a module has when this is made. `folder`: read them from its safetensors files instead.
 
-    Files have the module's own names, as `save_pretrained` and `safetensors.torch.save_model` write them.
+    Files have the module's own names, as `safetensors.torch.save_model` writes them, or the experts of Mixtral and
+    Qwen-MoE each in tensors of their own, as `save_pretrained` does.
     Raises: ModelError naming the parameter that has no values, or differs in shape.
     """
 
     def __init__(self, parts: Parts, folder: Path | None) -> None:
         self._whole: dict[str, Tensor] = {}
-        self._entries: dict[str, Entry] = {}
-        there = _entries(folder) if folder is not None else {}
+        self._pieces: dict[str, list[Piece]] = {}
+        there = open_folder(folder) if folder is not None else {}
         for part in parts.names:
             for inner, parameter in parts.module(part).named_parameters():
                 name, own = f"{part}.{inner}", f"{parts.names[part]}.{inner}"
@@ -57,7 +58,7 @@ class OwnValues:
                     continue
                 if name == "head.weight" and parts.tied and own not in there:
                     own = parts.own_name("embedding.weight")
-                self._entries[name] = _matching(there, own, tuple(parameter.shape), folder)
+                self._pieces[name] = find(there, own, tuple(parameter.shape), folder)
         for name, buffer in parts.root.named_buffers():
             if buffer.is_meta:
                 raise ModelError(
@@ -70,9 +71,9 @@ class OwnValues:
     ) -> Tensor:
         """This rank's part of a parameter, on the module's device or the CPU, padding zero: a `ValueSource`."""
         region, shape, kind = row.region(layout, coordinate), row.local_shape(layout), getattr(torch, dtype)
-        if row.name in self._entries:
+        if row.name in self._pieces:
             part = torch.zeros(shape, dtype=kind)
-            read_region(self._entries[row.name], region, part)
+            read(self._pieces[row.name], region, part)
             return part
         whole = self._whole[row.name]
         if tuple(whole.shape) == shape and all(cut.start == 0 for cut in region):
@@ -84,26 +85,3 @@ class OwnValues:
     def let_go(self) -> None:
         """Forget the module's whole parameters."""
         self._whole.clear()
-
-
-def _entries(folder: Path) -> dict[str, Entry]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"no safetensors files in {folder}; give the folder that holds the module's weights")
-    return {name: entry for file in files for name, entry in read_header(file).entries.items()}
-
-
-def _matching(there: Mapping[str, Entry], name: str, shape: tuple[int, ...], folder: Path) -> Entry:
-    if name not in there:
-        raise ModelError(
-            f"{folder} has no values for {name}; its first tensors are {', '.join(sorted(there)[:4])}"
-        )
-    if there[name].shape != shape:
-        raise ModelError(
-            f"{folder} has {name} {list(there[name].shape)}, the module {list(shape)}: it is another model"
-        )
-    if there[name].dtype not in FLOATS:
-        raise ModelError(
-            f"{folder} has {name} as {there[name].dtype}; values are read from {', '.join(FLOATS)}"
-        )
-    return there[name]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from hf_models import make, save
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fivefold.core.layout import Layout
@@ -57,6 +57,37 @@ def test_every_rank_reads_what_it_would_have_cut(tied: bool, tmp_path: Path) -> 
                 read += inside.numel()
     copies = 8 if tied else 0
     assert read >= sum(p.numel() for p in model.parameters()) + copies
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_read_from_tensors_of_their_own(name: str, tmp_path: Path) -> None:
+    """As `save_pretrained` writes them: of Mixtral w1, w2, w3 of every expert, and the router under another name."""
+    model = make(name)
+    folder = save(model, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    assert not any(key.endswith("gate_up_proj") for key in tensors)
+    whole, files = OwnModel(model), OwnModel(empty(model), weights=folder)
+    for layout in (Layout.parse("dp2 ep2"), Layout.parse("dp6 ep2 zero3")):
+        table = parameter_table(whole.spec, layout, 16, whole.rows)
+        for rank in range(layout.world_size):
+            at = layout.coordinate(rank)
+            for row in [one.held for rows in rows_of(table, layout, at["pp"]).values() for one in rows]:
+                assert torch.equal(
+                    files.values(row, layout, at, "float32"), whole.values(row, layout, at, "float32")
+                ), row.name
+    of_last = sorted(key for key in tensors if "layers.1." in key and ".experts.5." in key)
+    assert len(of_last) == 3
+    extra = {key.replace(".experts.5.", ".experts.6."): tensors[key].clone() for key in of_last}
+    save_file({**tensors, **extra}, folder / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"experts\.6\..*, but the module has 6 experts, 0 to 5: it is another model"
+    ):
+        OwnModel(empty(model), weights=folder)
+    for key in of_last:
+        del tensors[key]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has no values for model.layers.1.*experts\.5\."):
+        OwnModel(empty(model), weights=folder)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -54,8 +54,9 @@ def hidden_bytes(jobs: Jobs) -> Column:
 
 def cut_parts(block: Blocks) -> Column:
     """Parts of a layer that tensor parallelism cuts: attention, and the MLP of a dense layer."""
-    parts: Column = (block.heads > 0) * 1.0 + ((block.ffn > 0) & (block.experts == 0))
-    return parts
+    import numpy as np
+
+    return np.where(block.heads > 0, 1.0, 0.0) + np.where((block.ffn > 0) & (block.experts == 0), 1.0, 0.0)
 
 
 def tensor(jobs: Jobs, c: Values) -> Column:

@@ -173,8 +173,9 @@ def elementwise(block: Blocks, jobs: Jobs, c: Values) -> Column:
 
 def parts_of_layer(block: Blocks) -> Column:
     """2: attention and a feed-forward part; 1: one of them, as in a layer of a hybrid model."""
-    attention: Column = (block.heads > 0) * 1.0
-    return attention + ((block.ffn > 0) | (block.experts > 0))
+    import numpy as np
+
+    return np.where(block.heads > 0, 1.0, 0.0) + np.where((block.ffn > 0) | (block.experts > 0), 1.0, 0.0)
 
 
 def expert_width(block: Blocks, jobs: Jobs) -> Column:

@@ -63,6 +63,11 @@ if TYPE_CHECKING:
     show_default=True,
     help="What the layout computes again in backward, such as full.",
 )
+@click.option(
+    "--rebalance",
+    type=click.IntRange(1, 20),
+    help="The layout places its experts anew after so many steps, with copies of busy ones.",
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
@@ -81,6 +86,7 @@ def command(
     documents: bool,
     overflow: bool,
     recompute: str,
+    rebalance: int | None,
     device: str,
     as_json: bool,
 ) -> int:
@@ -114,6 +120,8 @@ def command(
     if (documents or overflow) and (matrix or narrow):
         option = "--documents" if documents else "--overflow"
         raise click.UsageError(f"{option} goes with --layout, in float64 or float32")
+    if rebalance is not None and (matrix or narrow or overflow):
+        raise click.UsageError("--rebalance goes with --layout, in float64 or float32, without --overflow")
     if matrix and recompute != "none":
         raise click.UsageError("--recompute goes with --layout; --matrix tries all of it")
     lines = None if actions is None else read_actions(actions)
@@ -152,7 +160,7 @@ def command(
     else:
         verdict = judge.verify(
             spec, candidate, reference, dtype=dtype, steps=steps, seed=seed, device=device,
-            actions=lines, documents=documents, overflow=overflow, recompute=recompute,
+            actions=lines, documents=documents, overflow=overflow, recompute=recompute, rebalance=rebalance,
         )  # fmt: skip
     if as_json:
         print_json(verdict.model_dump(mode="json"))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.optimizer import OptimizerConfig
@@ -42,6 +43,8 @@ class Execution(Value):
     optimizer: OptimizerConfig = OptimizerConfig()
     router: RouterConfig = RouterConfig()
     """Losses and balancing of a mixture of experts; nothing in other models."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """When experts are placed anew on the ranks that share them, and how many copies they have."""
     loss_scale: LossScaleConfig | None = None
     """Of the gradients; float16 always has one (`scaling`), other formats need none."""
     bucket_mib: float = Field(default=25.0, gt=0, le=MOST_MIB)

@@ -78,6 +78,13 @@ class OptimizerConfig(Value):
     min_lr_frac: Annotated[Number, Field(ge=0, le=1)] = 0.1
     """Cosine: the lowest learning rate as a fraction of `lr`."""
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What it remembers of each parameter's gradients, of the parameter's shape, by torch's names."""
+        if self.name == "adamw":
+            return "exp_avg", "exp_avg_sq"
+        return ("momentum_buffer",) if self.momentum else ()
+
     @model_validator(mode="after")
     def _settings_act(self) -> Self:
         """A setting that the chosen optimizer would ignore is refused rather than dropped in silence; overflow, too."""

@@ -65,6 +65,8 @@ class ParameterRow:
     """How ZeRO cuts its gradient and its optimizer state over data ranks, see `held`; None: every data rank has all."""
     sums: Mapping[Axis, int | None] = field(default_factory=dict)
     """Axis -> its gradient is summed over the axis (None) or over runs of so many members. Absent: already complete."""
+    order: tuple[int, ...] | None = None
+    """Of stacked experts that were placed anew: which expert is at each place of dim 0; None: they are in order."""
     tied_to: str | None = None
     """This is a second copy of that parameter on another stage: the gradients of both are summed, it counts once."""
 
@@ -105,7 +107,7 @@ class ParameterRow:
         return replace(self, zero=rest.pop("data"), placement=rest)
 
     def region(self, layout: Layout, coordinate: Mapping[MeshAxis, int]) -> tuple[slice, ...]:
-        """The global region that a rank holds, per dim, without padding (it can be empty)."""
+        """The global region that a rank holds, per dim, without padding (it can be empty); see `pieces` for `order`."""
         at = coordinate if self.mesh == "dense" else layout.expert_place(coordinate)
         region = [slice(0, size) for size in self.shape]
         for axis, shard in self.placement.items():
@@ -121,6 +123,18 @@ class ParameterRow:
             start = part.start + self._data_index(layout, coordinate) % self.data_shards(layout) * block
             region[dim] = slice(min(start, part.stop), min(start + block, part.stop))
         return tuple(region)
+
+    def pieces(
+        self, layout: Layout, coordinate: Mapping[MeshAxis, int]
+    ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """(part of what a rank holds, its global region), without padding: one pair, or one for each expert."""
+        region = self.region(layout, coordinate)
+        inside = tuple(slice(0, part.stop - part.start) for part in region)
+        if self.order is None:
+            yield inside, region
+            return
+        for i, expert in enumerate(self.order[region[0]]):
+            yield (slice(i, i + 1), *inside[1:]), (slice(expert, expert + 1), *region[1:])
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         """The shape of every rank's part, with padding: the same on all ranks that own the parameter."""
@@ -200,6 +214,20 @@ def _selection_biases(spec: ModelSpec) -> tuple[ParameterRow, ...]:
         for i, block in enumerate(spec.blocks)
         if isinstance(block.mlp, MoESpec) and block.mlp.selection_bias
     )
+
+
+def expert_counts(spec: ModelSpec) -> tuple[ParameterRow, ...]:
+    """What a run that places experts anew holds as well (`engine/rebalance.py`), float64, initially zero.
+
+    A checkpoint may lack it, or have it for nothing: it only says where experts are.
+    """
+    return tuple(
+        ParameterRow(
+            f"layers.{i}.mlp.experts.{name}", "selection_bias", (block.mlp.experts,), init_std=0.0
+        )
+        for i, block in enumerate(spec.blocks) if isinstance(block.mlp, MoESpec)
+        for name in ("counted", "placed")
+    )  # fmt: skip
 
 
 def stored(spec: ModelSpec) -> tuple[ParameterRow, ...]:

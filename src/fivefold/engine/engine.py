@@ -10,6 +10,7 @@
 5  agree on the loss, and on what routers did                 (metrics: data, tp, pp)
 6  clip and update what is held here, if both are finite and
    nothing overflowed                                         (optimizer: data where ZeRO-1 or 2 gathers)
+7  every n steps place experts anew                           (optimizer: ep; edp where ZeRO shards)
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fivefold.engine.build import ValueSource, build_chunks, initial_value
 from fivefold.engine.loss_scale import LossScaler
 from fivefold.engine.model import Model, Native
 from fivefold.engine.optimizer import clip, global_norm, make_optimizer
+from fivefold.engine.rebalance import Rebalancing
 from fivefold.engine.routers import LayerRouting, Routers
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Mesh
@@ -129,6 +131,9 @@ class Engine:
         self._complete: set[int] = set()
         self._experts = bool(expert.routed_layers(plan.model))
         self.routers = Routers(plan, mesh, self.chunks) if self._experts else None
+        self.rebalancing: Rebalancing | None = None
+        if plan.execution.experts.rebalance_every is not None:
+            self.rebalancing = Rebalancing(plan, mesh, self.chunks, self.data)
         scaling = plan.execution.scaling
         self.scaler = None if scaling is None else LossScaler(scaling, mesh)
         self.after_backward: Callable[[list[tuple[ParameterRow, Tensor]]], None] | None = None
@@ -170,6 +175,8 @@ class Engine:
             self.data.step(lr)
             if self.routers is not None:
                 self.routers.update()
+        if self.rebalancing is not None:
+            self.rebalancing.after_step(routing)
         mesh.device.synchronize()
         return StepResult(
             loss=loss_value,
@@ -198,6 +205,8 @@ class Engine:
         batches = [load(j) for j in range(self.microbatches)]
         loss = self.pipeline.evaluate(batches, torch.promote_types(self.dtype, torch.float32))
         self.data.reshard()
+        if self.rebalancing is not None:
+            self.rebalancing.forget_copies()
         self.mesh.phase = "metrics"
         valid = self.mesh.axis("data").all_reduce(_valid_tokens(batches))
         return float(self._agree_on_loss(loss)), int(valid)
@@ -205,6 +214,7 @@ class Engine:
     def persistent(self) -> list[tuple[str, ParameterRow, Tensor]]:
         """(kind, row, tensor) of weights, moments and buffers: what a checkpoint holds, and is loaded into in place."""
         kept = [] if self.routers is None else self.routers.buffers()
+        kept += [] if self.rebalancing is None else self.rebalancing.buffers()
         return [*self.data.persistent(), *(("buffers", row, tensor) for row, tensor in kept)]
 
     @property
@@ -212,11 +222,18 @@ class Engine:
         """What a checkpoint keeps of the loss scale; None without one."""
         return None if self.scaler is None else self.scaler.state
 
-    def restore(self, updates: int, loss_scale: LossScaleState | None) -> None:
-        """The persistent tensors were loaded: go on after so many updates, with this loss scale."""
+    def restore(self, updates: int, loss_scale: LossScaleState | None, steps: int) -> None:
+        """The persistent tensors were loaded: go on after so many updates and steps, with this loss scale."""
         self.data.loaded(updates)
+        if self.rebalancing is not None:
+            self.rebalancing.restore(steps)
         if self.scaler is not None and loss_scale is not None:
             self.scaler.loaded(loss_scale)
+
+    def settle(self) -> None:
+        """Every expert goes to its first home, where an export looks for it. Comm: as a step that places them anew."""
+        if self.rebalancing is not None:
+            self.rebalancing.settle()
 
     def tensors(self) -> list[Tensor]:
         """Parameters, gradients and optimizer state that live on this rank now."""

@@ -24,9 +24,9 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-        return _with_state(sgd, ("momentum_buffer",) if config.momentum else (), counts=False)
+        return _with_state(sgd, config.moments, counts=False)
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return _with_state(adamw, ("exp_avg", "exp_avg_sq"), counts=True)
+    return _with_state(adamw, config.moments, counts=True)
 
 
 def _with_state(

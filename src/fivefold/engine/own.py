@@ -19,6 +19,7 @@ from torch import nn
 from fivefold.core.plan import Plan
 from fivefold.engine import recompute
 from fivefold.engine.own_check import check_recompute, check_structure
+from fivefold.errors import ModelError
 from fivefold.nn.own import find_parts, measure, own_rows
 from fivefold.nn.own_roles import roles_for
 from fivefold.nn.own_stage import OwnRoot, OwnStage
@@ -53,6 +54,11 @@ class OwnModel:
         """Raises: LayoutError or WorkloadError as for every model; ModelError naming the module that forbids it."""
         check_structure(self.parts, plan.layout)
         check_recompute(self.parts, plan.execution.recomputed)
+        if plan.execution.experts.rebalance_every is not None:
+            raise ModelError(
+                f"experts.rebalance_every places experts of our own models only, not those of "
+                f"{type(self.module).__name__}; leave it out"
+            )
         compose.check_cut(plan)
 
     def chunk(

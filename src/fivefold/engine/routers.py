@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from fivefold.nn.moe import Router, Routing, chosen, count
 from fivefold.nn.roles import modules_with_role
 from fivefold.nn.router_losses import RouterLosses, load, updated_bias
 from fivefold.runtime.mesh import Mesh
-from fivefold.strategies.expert.rules import routed_layers
+from fivefold.strategies.expert.dispatch import DispatchedExperts
+from fivefold.strategies.expert.rules import routed_layers, same_tokens
 
 NUMBERS = ("tokens", "dropped", "entropy", "balance", "z")
 """What is summed over ranks beside the choices of each expert."""
@@ -42,6 +44,8 @@ class LayerRouting:
     """The balance loss, without its coefficient; 0 where none is asked for."""
     z: float
     """The z-loss, likewise."""
+    ranks: tuple[int, ...] = ()
+    """Rows that each ep rank computed, its replicas over edp together; empty where experts are not placed anew."""
 
     @property
     def imbalance(self) -> float:
@@ -49,7 +53,9 @@ class LayerRouting:
         return max(self.chosen) * len(self.chosen) / max(1, sum(self.chosen))
 
     def of_ranks(self, ep: int) -> list[int]:
-        """Choices that each ep rank's experts got, all of its copies together."""
+        """Choices that each ep rank's experts got, its replicas over edp together."""
+        if self.ranks:
+            return list(self.ranks)
         here = len(self.chosen) // ep
         return [sum(self.chosen[i : i + here]) for i in range(0, len(self.chosen), here)]
 
@@ -73,6 +79,11 @@ class Routers:
                 if layer not in self.routers:
                     self._others.add(layer)
                     experts.register_forward_pre_hook(self._count(layer), with_kwargs=True)
+        self._ranks = plan.layout.ep if plan.execution.experts.rebalance_every is not None else 0
+        for chunk in chunks.values() if self._ranks else ():
+            for name, experts in modules_with_role(chunk, "experts"):
+                assert isinstance(experts, DispatchedExperts)
+                experts.tell = partial(self._computed, int(name.split(".")[1]))
         self._seen: dict[int, Tensor] = {}
         self._found: dict[int, LayerRouting] = {}
         for layer, router in self.routers.items():
@@ -95,7 +106,7 @@ class Routers:
         self.mesh.axis("ep").exchanged_bytes = 0
         wide = getattr(torch, self.plan.execution.grad_dtype)
         for layer in (*self.routers, *self._others):
-            width = self.spec[layer].experts + len(NUMBERS)
+            width = self.spec[layer].experts + len(NUMBERS) + self._ranks
             self._seen[layer] = torch.zeros(width, dtype=torch.float64, device=self.mesh.device.device)
         for router in self.routers.values():
             if router.losses is not None:
@@ -116,12 +127,15 @@ class Routers:
         widest = max(moe.experts for moe in self.spec.values())
         order = list(self.spec)
         table = torch.zeros(
-            len(order), widest + len(NUMBERS), dtype=torch.float64, device=self.mesh.device.device
+            len(order),
+            widest + len(NUMBERS) + self._ranks,
+            dtype=torch.float64,
+            device=self.mesh.device.device,
         )
         for layer, seen in self._seen.items():
             router, experts = self.routers.get(layer), self.spec[layer].experts
             if router is not None and router.losses is not None:
-                seen[-2], seen[-1] = router.losses.balance, router.losses.z
+                seen[experts + 3], seen[experts + 4] = router.losses.balance, router.losses.z
             row = table[order.index(layer)]
             row[:experts], row[widest:] = seen[:experts], seen[experts:]
         self.mesh.axis("data").all_reduce(table)
@@ -129,10 +143,12 @@ class Routers:
             self.mesh.axis("tp").all_reduce(table)
         self.mesh.axis("pp").all_reduce(table)
         for layer, values in zip(order, table.tolist()):
-            tokens, dropped, entropy, balance, z = values[widest:]
+            tokens, dropped, entropy, balance, z, *ranks = values[widest:]
             chosen = tuple(map(int, values[: self.spec[layer].experts]))
             mean = entropy / max(1.0, tokens)
-            self._found[layer] = LayerRouting(chosen, int(tokens), int(dropped), mean, balance, z)
+            self._found[layer] = LayerRouting(
+                chosen, int(tokens), int(dropped), mean, balance, z, tuple(map(int, ranks))
+            )
         return dict(self._found)
 
     def update(self) -> None:
@@ -174,6 +190,16 @@ class Routers:
     def _before(self, router: nn.Module, _inputs: Any) -> None:
         assert isinstance(router, Router)
         router.first_time = self.mesh.phase == "forward"
+
+    def _computed(self, layer: int, rows: int) -> None:
+        """Rows of this rank's experts; of etp ranks that compute the same rows, as often as `finish` adds them up."""
+        ep, etp = self.mesh.axis("ep"), self.mesh.axis("etp")
+        if (
+            self.counting
+            and self.mesh.phase == "forward"
+            and (etp.index == 0 or same_tokens(self.plan.layout))
+        ):
+            self._seen[layer][self.spec[layer].experts + len(NUMBERS) + ep.index] += rows
 
     def _count(self, layer: int) -> Any:
         experts = self.spec[layer].experts

@@ -8,6 +8,7 @@ predict_events   what one rank dispatches in one training step; equal to the led
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from fivefold.core.events import Event, Events
 from fivefold.core.execution import microbatches
@@ -20,7 +21,9 @@ from fivefold.errors import LayoutError
 from fivefold.strategies.context import rules as context
 from fivefold.strategies.context.order import Spans, local_spans, section
 from fivefold.strategies.data import rules as data
+from fivefold.strategies.expert import replicas as copies
 from fivefold.strategies.expert import rules as expert
+from fivefold.strategies.expert.replicas import Replicas
 from fivefold.strategies.pipeline import rules as pipeline
 from fivefold.strategies.pipeline.actions import COMPUTATIONS
 from fivefold.strategies.pipeline.placement import stage_layers
@@ -49,6 +52,7 @@ def check_cut(plan: Plan) -> None:
     context.check(spec, layout, plan.workload.seq_len)
     expert.check(spec, layout)
     expert.check_router(spec, plan.execution.router)
+    expert.check_experts(spec, layout, plan.execution.router, plan.execution.experts)
     count = microbatches(plan.workload, layout, plan.execution)
     pipeline.check_schedule(layout, count, plan.execution.actions)
     if layout.zero >= 2 and layout.pp > 1:
@@ -76,12 +80,20 @@ def rows_of(table: tuple[ParameterRow, ...], layout: Layout, pp_rank: int) -> di
 
 
 def predict_events(
-    plan: Plan, rank: int, rows: Rows | None = None, routed: expert.Counts | None = None
+    plan: Plan,
+    rank: int,
+    rows: Rows | None = None,
+    routed: expert.Counts | None = None,
+    *,
+    replicas: Mapping[int, Replicas] | None = None,
+    places_anew: bool = False,
 ) -> Events:
     """Every collective, send and receive of one training step on one rank (set-up apart).
 
     `rows`: as for `parameter_table`.
     `routed`: what the routers chose in that step, on which the bytes of a dispatch depend; None: all experts alike.
+    `replicas`: where the experts of each layer are in that step; None: at their first homes, no copies.
+    `places_anew`: whether experts are placed after that step.
     Raises: as `check`, for a plan that cannot be run.
     """
     check(plan) if rows is None else check_cut(plan)
@@ -111,7 +123,8 @@ def predict_events(
             recomputed=recomputed,
         )  # fmt: skip
         events.update({event: n * count for event, n in passes.items()})
-        events += _predict_experts(plan, rank, layers[chunk], routed)
+        events += _predict_experts(plan, rank, layers[chunk], routed, replicas or {})
+        events += _predict_copies(plan, rank, chunk_rows, replicas or {}, places_anew)
         kinds = [a.kind for a in actions if a.chunk == chunk and a.kind in COMPUTATIONS]
         events += data.predict(chunk_rows, layout, numbers, kinds)
     events += pipeline.predict_transfers(
@@ -122,11 +135,17 @@ def predict_events(
     held = [row.held for row in own]
     events += tensor.predict_gradient_sums(held, layout, grad_dtype, grad_itemsize)
     events += pipeline.predict_tie(held, layout, grad_dtype, grad_itemsize)
-    events += expert.predict_numbers(plan.model, layout, execution.router)
+    events += expert.predict_numbers(plan.model, layout, execution.experts)
     return events + _predict_scalars(plan)
 
 
-def _predict_experts(plan: Plan, rank: int, layers: range, routed: expert.Counts | None) -> Events:
+def _predict_experts(
+    plan: Plan,
+    rank: int,
+    layers: range,
+    routed: expert.Counts | None,
+    replicas: Mapping[int, Replicas],
+) -> Events:
     """Dispatch and combine in these layers, microbatch by microbatch: each has rows of its own."""
     layout, execution, seq_len = plan.layout, plan.execution, plan.workload.seq_len
     numbers = expert.Numbers(
@@ -141,9 +160,34 @@ def _predict_experts(plan: Plan, rank: int, layers: range, routed: expert.Counts
             rows = (
                 expert.even(moe, layout, tokens)
                 if routed is None
-                else expert.dispatched(layout, rank, layer, j, routed)
+                else expert.dispatched(layout, rank, layer, j, routed, replicas.get(layer))
             )
-            events += expert.predict_layer(moe, layout, rows, numbers, regions)
+            events += expert.predict_layer(moe, layout, rows, numbers, regions, copied=layer in replicas)
+    return events
+
+
+def _predict_copies(
+    plan: Plan,
+    rank: int,
+    rows: list[ParameterRow],
+    replicas: Mapping[int, Replicas],
+    places_anew: bool,
+) -> Events:
+    """Copies of the experts of a chunk in a step, and their homes that move after it. `rows`: of the chunk."""
+    layout, execution = plan.layout, plan.execution
+    experts = [row for row in rows if row.mesh == "expert"]
+    events: Events = Counter()
+    for layer, placed in replicas.items():
+        own = [row for row in experts if row.block == f"layers.{layer}"]
+        count = microbatches(plan.workload, layout, execution)
+        events += copies.predict_copies(
+            own, layout, rank, placed, execution.dtype, execution.itemsize_bytes, count
+        )
+    if places_anew:
+        kinds = 1 + len(execution.optimizer.moments)
+        events += copies.predict_moves(
+            experts, layout, execution.grad_dtype, execution.grad_itemsize_bytes, kinds
+        )
     return events
 
 

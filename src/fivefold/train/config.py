@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from fivefold.core.execution import MOST_MIB, DType, Execution, microbatches
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.optimizer import Integer, Name, Number, OptimizerConfig, Positive
@@ -116,6 +117,8 @@ class TrainConfig(Value):
     optimizer: OptimizerConfig = OptimizerConfig()
     router: RouterConfig = RouterConfig()
     """Of a model with experts: losses of its routers, balancing, capacity."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """Of a model with experts under epN: where they are, and copies of the busiest."""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -147,6 +150,7 @@ class TrainConfig(Value):
             dtype=self.dtype,
             optimizer=self.optimizer,
             router=self.router,
+            experts=self.experts,
             loss_scale=self.loss_scale if self.dtype == "float16" else None,
             bucket_mib=self.bucket_mib,
             zero3_gather=self.zero3_gather,

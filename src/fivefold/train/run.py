@@ -281,6 +281,7 @@ def train_rank(
         assert profile is not None, "a run has at least one step"
         peaks = log.finish(profile.peak_memory_bytes, total_bytes(profile.events), trainer.chunk_seconds())
         if config.export is not None:
+            trainer.engine.settle()
             export_hf(config.export, plan, held_by(trainer.engine), trainer.mesh, companions=data.companions)
     finally:
         if first:

@@ -17,7 +17,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
-from fivefold.core.sharding import buffers
+from fivefold.core.sharding import buffers, expert_counts
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.runtime.launch import Rank
 from fivefold.strategies import compose
@@ -101,11 +101,10 @@ class Saver:
         pieces = []
         for kind, row, local in self.trainer.engine.persistent():
             if row.written_here(layout, at):
-                region = row.region(layout, at)
-                inside = tuple(slice(0, part.stop - part.start) for part in region)
-                values = local[inside].to("cpu", copy=True).contiguous()
-                if values.numel():
-                    pieces.append(Piece(f"{kind}/{row.name}", row.shape, region, values))
+                for part, region in row.pieces(layout, at):
+                    values = local[part].to("cpu", copy=True).contiguous()
+                    if values.numel():
+                        pieces.append(Piece(f"{kind}/{row.name}", row.shape, region, values))
         return pieces
 
     def _manifest(self, step: int) -> dict[str, Any]:
@@ -287,23 +286,27 @@ def load_checkpoint(path: Path, trainer: Trainer, rank: Rank, *, data: str) -> M
     kinds = {kind for kind, _, _ in trainer.engine.data.persistent()}
     wanted = {f"{kind}/{row.name}" for kind in sorted(kinds) for row in table if row.tied_to is None}
     load = plan.execution.router.keeps_load
-    check_names(path, manifest, wanted | {f"buffers/{row.name}" for row in buffers(plan.model, load=load)})
+    wanted |= {f"buffers/{row.name}" for row in buffers(plan.model, load=load)}
+    check_names(path, manifest, wanted, {f"buffers/{row.name}" for row in expert_counts(plan.model)})
     check_files(path, manifest, rank=rank.rank, ranks=rank.world_size)
     reader = Reader(path, manifest)
     for kind, row, local in mine:
-        region = row.region(plan.layout, trainer.mesh.coordinate)
-        inside = tuple(slice(0, part.stop - part.start) for part in region)
-        reader.read_into(local[inside], f"{kind}/{row.tied_to or row.name}", row.shape, region)
-    trainer.engine.restore(manifest.updates, manifest.loss_scale)
+        key = f"{kind}/{row.tied_to or row.name}"
+        for part, region in (
+            row.pieces(plan.layout, trainer.mesh.coordinate) if key in manifest.tensors else ()
+        ):
+            reader.read_into(local[part], key, row.shape, region)
+    trainer.engine.restore(manifest.updates, manifest.loss_scale, manifest.step)
     trainer.start = manifest.step
     trainer.skipped = manifest.step - manifest.updates
     trainer.bytes_loaded = reader.bytes_read
     return manifest
 
 
-def check_names(path: Path, manifest: Manifest, wanted: set[str]) -> None:
+def check_names(path: Path, manifest: Manifest, wanted: set[str], optional: Collection[str] = ()) -> None:
     """Raises: CheckpointError naming tensors that are missing or too many."""
-    missing, extra = sorted(wanted - manifest.tensors.keys()), sorted(manifest.tensors.keys() - wanted)
+    missing = sorted(wanted - manifest.tensors.keys())
+    extra = sorted(manifest.tensors.keys() - wanted - set(optional))
     if missing:
         raise CheckpointError(f"{path} lacks tensors of this run: {_some(missing)}")
     if extra:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from fivefold.core.events import Events, difference, without_setup
 from fivefold.core.plan import Plan
 from fivefold.strategies import compose
-from fivefold.verify.observe import Observation
+from fivefold.strategies.expert.replicas import Replicas, placed_after
+from fivefold.verify.observe import OPTIMIZERS, Observation, with_optimizer
 from fivefold.verify.routes import counts_of
 
 NAMED = 3
@@ -22,6 +23,8 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
               `rank 1, adamw step 2: reduce data all_reduce float64 800 B: predicted 1, recorded none (missing)`.
     """
     found: dict[str, dict[tuple[str, ...], list[int]]] = {}
+    placed = _placed(plan, observations[0])
+    plans = {str(name): with_optimizer(plan, name) for name in OPTIMIZERS}
     for rank, seen in enumerate(observations):
         plain = compose.predict_events(plan, rank, seen.rows)
         steps_of: dict[str, list[str]] = {}
@@ -29,9 +32,17 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
             routed = [other.routed.get(step, {}) for other in observations]
             # The bytes of a dispatch follow from what the routers chose in this step.
             counts = counts_of(routed, plan)
-            predicted = (
-                compose.predict_events(plan, rank, seen.rows, counts) if seen.routed.get(step) else plain
-            )
+            replicas, places_anew = placed.get(step, ({}, False))
+            predicted = plain
+            if seen.routed.get(step) or places_anew:
+                predicted = compose.predict_events(
+                    plans[step.partition(" ")[0]],
+                    rank,
+                    seen.rows,
+                    counts,
+                    replicas=replicas,
+                    places_anew=places_anew,
+                )
             due = _skipped(predicted) if step in seen.skipped else predicted
             for line in difference(due, without_setup(events)):
                 steps_of.setdefault(line, []).append(step)
@@ -43,6 +54,19 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
         for line, places in found.items()
         for steps, ranks in places.items()
     ]
+
+
+def _placed(plan: Plan, seen: Observation) -> dict[str, tuple[dict[int, Replicas], bool]]:
+    """Where experts were in each step, by what was chosen in those before; and whether they were placed after it."""
+    every = plan.execution.experts.rebalance_every
+    found: dict[str, tuple[dict[int, Replicas], bool]] = {}
+    histories: dict[str, list[dict[int, tuple[int, ...]]]] = {}
+    for step, chosen in seen.chosen.items() if every else ():
+        history = histories.setdefault(step.partition(" ")[0], [])
+        replicas = placed_after(history, plan.execution.experts, plan.layout.ep)
+        history.append(chosen)
+        found[step] = replicas, len(history) % (every or 1) == 0
+    return found
 
 
 def _skipped(events: Events) -> Events:

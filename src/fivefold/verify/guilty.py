@@ -1,4 +1,4 @@
-"""Who is guilty of a difference: recompute, a loss scale, a loss of routers, an axis and its options.
+"""Who is guilty of a difference: recompute, experts that move, a loss scale, a loss of routers, an axis and its options.
 
 Each is left out in turn, and the layout judged again: what the difference goes away with is at fault.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.router import RouterConfig
@@ -29,16 +30,22 @@ def find_guilty(
 ) -> str:
     """In words. `observations`: what the ranks of `plan` saw; `counts`: what a ratio may be."""
 
-    def still_fails(layout: Layout, *, scaled: bool = True, recomputed: bool = True) -> bool:
+    def still_fails(
+        layout: Layout, *, scaled: bool = True, recomputed: bool = True, moving: bool = True
+    ) -> bool:
         execution = plan.execution.replace(
             actions=plan.execution.actions if layout.schedule == "custom" else None,
             loss_scale=plan.execution.loss_scale if scaled else None,
             recompute=plan.execution.recompute if recomputed else "none",
+            experts=plan.execution.experts if moving and layout.ep > 1 else ExpertsConfig(),
         )
         return _fails(reference, plan.replace(layout=layout, execution=execution))
 
     if plan.execution.recompute != "none" and not still_fails(plan.layout, recomputed=False):
         return f"recompute={plan.execution.recompute}: without it the difference is gone"
+    every = plan.execution.experts.rebalance_every
+    if every is not None and not still_fails(plan.layout, moving=False):
+        return f"experts.rebalance_every={every}: without it the difference is gone"
     if plan.execution.loss_scale is not None and not still_fails(plan.layout, scaled=False):
         scale = "the loss scale: without one the difference is gone"
         if still_fails(Layout()):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fivefold.core.events import Event
-from fivefold.core.execution import Execution
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
 from fivefold.core.sharding import ParameterRow, buffers, parameters
@@ -45,7 +44,7 @@ from fivefold.verify.routes import CHOICES, Choices, Routed, watching_routes, wh
 Region = tuple[slice, ...]
 Array = npt.NDArray[Any]
 
-OPTIMIZERS: Final = ("sgd", "adamw")
+OPTIMIZERS: Final[tuple[Literal["sgd", "adamw"], ...]] = ("sgd", "adamw")
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-3}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = "updates"
@@ -79,6 +78,8 @@ class Observation:
     """The ledger of every step, by run and step: `sgd step 1`."""
     routed: dict[str, Routed] = field(default_factory=dict)
     """The experts that the tokens of every step went to, by run and step."""
+    chosen: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    """How often each expert of a layer was chosen in every step, by run and step: the whole job."""
     rows: tuple[ParameterRow, ...] | None = None
     """The parameters on one device, of a module that is not ours."""
     skipped: set[str] = field(default_factory=set)
@@ -108,20 +109,20 @@ def observe(
     seen = Observation()
     mesh = Mesh(plan.layout, rank.rank, rank.device)
     for name in OPTIMIZERS:
-        optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)
-        execution = plan.execution.replace(optimizer=optimizer)
+        changed = with_optimizer(plan, name)
 
-        def make(execution: Execution = execution) -> Engine:
+        def make(changed: Plan = changed) -> Engine:
             own = make_own() if make_own else None
             seen.rows = own.rows if own else None
             values = own.values if own else weights
-            changed = plan.replace(execution=execution)
             return Engine(changed, mesh, seed=seed, noise=NOISE, weights=values, model=own)
 
         engine = make()
         if name == "sgd":
             seen.pieces += [
-                _parameter_piece("initial", row, w, engine, None) for row, w in engine.data.weights()
+                piece
+                for row, w in engine.data.weights()
+                for piece in _parameter_pieces("initial", row, w, engine, None)
             ]
         for step in range(1, steps + 1):
             kept, run = step in kept_steps(steps), f"{name} step {step}"
@@ -137,6 +138,7 @@ def observe(
                     load = stack.enter_context(_watching(engine, seen, step)).reading(load)
                 result = engine.step(load, LEARNING_RATE[name])
             seen.events[run], seen.routed[run] = ledger.events, routes.routed
+            seen.chosen[run] = {layer: told.chosen for layer, told in result.routing.items()}
             seen.pieces += _routing_pieces(engine, run, result.routing, routes)
             seen.pieces.append(_scalar("loss", run, result.loss))
             if overflow:
@@ -149,6 +151,12 @@ def observe(
             if overflow and step == RESUMED_AFTER:
                 engine = resumed(engine, make)
     return seen
+
+
+def with_optimizer(plan: Plan, name: Literal["sgd", "adamw"]) -> Plan:
+    """The plan of the runs with this optimizer."""
+    optimizer = OptimizerConfig(name=name, momentum=0.0, clip_norm=plan.execution.optimizer.clip_norm)
+    return plan.replace(execution=plan.execution.replace(optimizer=optimizer))
 
 
 def kept_steps(steps: int) -> tuple[int, ...]:
@@ -241,12 +249,17 @@ def _expert_pieces(
 def _updated(engine: Engine, optimizer: str, step: int) -> list[Piece]:
     """Weights, and what AdamW remembers, after a step."""
     weights = engine.data.weights()
-    pieces = [_parameter_piece(f"weights_{optimizer}", row, value, engine, step) for row, value in weights]
+    pieces = [
+        piece
+        for row, value in weights
+        for piece in _parameter_pieces(f"weights_{optimizer}", row, value, engine, step)
+    ]
     if optimizer == "adamw":
         pieces += [
-            _parameter_piece("moments", row, value, engine, step, kind)
+            piece
             for kind, row, value in engine.data.persistent()
             if kind in kept_moments(engine.plan, step)
+            for piece in _parameter_pieces("moments", row, value, engine, step, kind)
         ]
         state = engine.data.state()
         pieces += [
@@ -262,15 +275,14 @@ def _scalar(quantity: str, name: str, value: float) -> Piece:
     return Piece(quantity, name, (), (), np.asarray(value, dtype=np.float64))
 
 
-def _parameter_piece(
+def _parameter_pieces(
     quantity: str, row: ParameterRow, local: Tensor, engine: Engine, step: int | None, kind: str = ""
-) -> Piece:
+) -> list[Piece]:
     """Each kind of moment is judged by its own size: squares of gradients are far smaller than gradients."""
-    region = row.region(engine.plan.layout, engine.mesh.coordinate)
-    inside = tuple(slice(0, part.stop - part.start) for part in region)
     suffix = f"{kind and ' '}{kind}" + ("" if step is None else f" step {step}")
     name, block = (row.tied_to or row.name) + suffix, row.block + suffix
-    return Piece(quantity, name, row.shape, region, _numpy(local[inside]), block)
+    pieces = row.pieces(engine.plan.layout, engine.mesh.coordinate)
+    return [Piece(quantity, name, row.shape, region, _numpy(local[part]), block) for part, region in pieces]
 
 
 def _numpy(x: Tensor) -> Array:
@@ -323,8 +335,9 @@ class _watching:
 
     def _keep_gradients(self, gradients: list[tuple[ParameterRow, Tensor]]) -> None:
         self.seen.pieces += [
-            _parameter_piece("gradients", row, gradient, self.engine, self.step)
+            piece
             for row, gradient in gradients
+            for piece in _parameter_pieces("gradients", row, gradient, self.engine, self.step)
         ]
 
     def _keep(self, quantity: str, name: str) -> Callable[[Any, Any, Tensor], None]:

@@ -65,5 +65,5 @@ def resumed(engine: Engine, make: Callable[[], Engine]) -> Engine:
     new = make()
     for (_, _, to), (_, _, values) in zip(new.persistent(), engine.persistent(), strict=True):
         to.copy_(values)
-    new.restore(engine.data.updates, engine.loss_scale)
+    new.restore(engine.data.updates, engine.loss_scale, RESUMED_AFTER)
     return new

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict
 
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
@@ -52,6 +53,8 @@ class Verdict(Value):
     layout: Layout
     recompute: str = "none"
     """What `layout` computes again in backward; `against` keeps all activations."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """When `layout` places its experts anew; `against` never does."""
     against: Layout
     router: RouterConfig = RouterConfig()
     """What routers of experts were asked for, under both."""
@@ -102,6 +105,7 @@ def verify(
     documents: bool = False,
     overflow: bool = False,
     recompute: str = "none",
+    rebalance: int | None = None,
 ) -> Verdict:
     """Compare two layouts (default: with one device) on this machine.
 
@@ -109,6 +113,7 @@ def verify(
     `documents`: samples of several documents that do not see one another, and of padding.
     `overflow`: `layout` has a loss scale, the other one has none, and the third of at least four steps overflows.
     `recompute`: what `layout` computes again in backward, such as `full`; the other keeps all activations.
+    `rebalance`: `layout` places its experts anew after so many steps, with copies, for at least twice and a step more.
     Raises: UserError if one of them cannot be run at all; RankFailure if a rank breaks.
     """
     if dtype not in BOUNDS:
@@ -116,9 +121,11 @@ def verify(
             f"verify judges {' and '.join(BOUNDS)}, not {dtype!r}; for 16 bits: rounding.verify_rounding"
         )
     against, steps = against or Layout.parse("dp1"), max(steps, OVERFLOW_STEPS) if overflow else steps
+    steps = max(steps, 2 * (rebalance or 0) + 1)
     check_device_count(device_kind(device), max(layout.world_size, against.world_size))
     plan, reference_plan = common_plans(
         spec, layout, against, dtype, actions=actions, documents=documents, overflow=overflow, recompute=recompute,
+        experts=ExpertsConfig(rebalance_every=rebalance),
     )  # fmt: skip
     reference = Reference(reference_plan, steps=steps, seed=seed, device=device, overflow=overflow)
     return reference.judge(plan, find_axis=find_axis)
@@ -232,6 +239,7 @@ def judge(
         max_rel_err=worst,
         layout=plan.layout,
         recompute=plan.execution.recompute,
+        experts=plan.execution.experts,
         against=against,
         router=plan.execution.router,
         model=plan.model.name,

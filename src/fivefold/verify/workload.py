@@ -8,6 +8,7 @@ from math import gcd, lcm
 
 from fivefold.core.cluster import Cluster
 from fivefold.core.execution import DType, Execution
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.loss_scale import LossScaleConfig
 from fivefold.core.model_spec import (
@@ -70,6 +71,7 @@ def common_plans(
     overflow: bool = False,
     recompute: str = "none",
     router: RouterConfig | None = None,
+    experts: ExpertsConfig | None = None,
 ) -> tuple[Plan, Plan]:
     """A small workload that is legal for both layouts, and the two plans.
 
@@ -81,6 +83,7 @@ def common_plans(
     `overflow`: `layout` gets a loss scale, the other one none.
     `recompute`: what `layout` computes again in backward.
     `router`: what routers of experts are asked for; None: `ROUTER`.
+    `experts`: when `layout` places experts anew; the other one never does.
     """
     if dtype not in (*BOUNDS, "bfloat16", "float16"):
         raise ConfigError(f"verify compares in {', '.join(BOUNDS)}, bfloat16 and float16, not in {dtype!r}")
@@ -106,6 +109,7 @@ def common_plans(
                 else None,
                 optimizer=OptimizerConfig(clip_norm=CLIP_NORM),
                 router=_for_model(router or ROUTER, spec),
+                experts=(experts if cut is layout else None) or ExpertsConfig(),
                 actions=lines,
                 recompute=again,
             ),

@@ -46,6 +46,8 @@ NEEDED = {
     "router.z_coefficient": ["model=tiny-moe"],
     "router.bias_speed": ["model=tiny-mla-moe"],
     "router.capacity_factor": ["model=tiny-moe"],
+    "experts.rebalance_every": ["model=tiny-moe", "layout=dp2 ep2"],
+    "experts.spare_slots": ["model=tiny-moe", "layout=dp2 ep2", "experts.rebalance_every=1"],
     "router.capacity": ["model=tiny-moe", "router.capacity_factor=1.25"],
 }
 """What makes a key count."""

@@ -6,6 +6,7 @@ zero1, zero2   `zero.py`         a model with experts: two of these, `joined.py`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from fivefold.core.sharding import ParameterRow
 from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.data.fully_sharded import FullySharded, ShardValues
 from fivefold.strategies.data.joined import Joined
-from fivefold.strategies.data.masters import MakeOptimizer
+from fivefold.strategies.data.masters import MakeOptimizer, Moved
 from fivefold.strategies.data.replicated import Replicated
 from fivefold.strategies.data.zero import shard_optimizer
 
@@ -44,6 +45,9 @@ class DataParallel(Protocol):
 
     def step(self, lr: float) -> None:
         """Update the parameters and forget the gradients."""
+
+    def reorder(self, orders: Mapping[str, tuple[int, ...]], moved: Moved) -> None:
+        """Between two steps: dim 0 of some parameters, by name, gets another order. Comm: that of `moved`."""
 
     def forget_gradients(self) -> None:
         """Drop the gradients of a step without an update."""

@@ -5,12 +5,13 @@ ZeRO shards experts over the edp ranks inside a sharding group; where there is o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from fivefold.core.sharding import ParameterRow
+from fivefold.strategies.data.masters import Moved
 
 if TYPE_CHECKING:
     from fivefold.strategies.data.apply import DataParallel
@@ -45,6 +46,10 @@ class Joined:
     def local_gradients(self) -> list[tuple[ParameterRow, Tensor]]:
         found = [pair for part in self.parts for pair in part.local_gradients()]
         return sorted(found, key=lambda pair: self._place[pair[0].name])
+
+    def reorder(self, orders: Mapping[str, tuple[int, ...]], moved: Moved) -> None:
+        for part in self.parts:
+            part.reorder(orders, moved)
 
     def step(self, lr: float) -> None:
         for part in self.parts:

@@ -6,12 +6,16 @@ where it is wide enough and whole, a float32 copy of it, or, under ZeRO, this ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.core.sharding import ParameterRow
+
+Moved = Callable[[ParameterRow, Tensor], tuple[Tensor, Tensor]]
+"""(new row, what a rank holds) -> (the whole local tensor in the new order, what this rank holds of it)."""
 
 MakeOptimizer = Callable[[list[tuple[ParameterRow, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -50,6 +54,22 @@ class Masters:
         self._updates += 1
         self.forget_gradients()
         self.spread()
+
+    @torch.no_grad()
+    def reorder(self, orders: Mapping[str, tuple[int, ...]], moved: Moved) -> None:
+        """Dim 0 of some parameters gets another order, in masters, moments and parameters. Comm: that of `moved`."""
+        for i, (row, parameter, master) in enumerate(self.triples):
+            if row.name not in orders:
+                continue
+            row = replace(row, order=orders[row.name])
+            moments = [value for value in self.state()[row.name].values() if value.shape == master.shape]
+            for held in (master, *moments):
+                whole, mine = moved(row, held.detach())
+                held.copy_(mine)
+                if held is master is not parameter and parameter.untyped_storage().nbytes():
+                    parameter.copy_(whole)
+            self.triples[i] = row, parameter, master
+            self._rows[row.name] = row
 
     def weights(self) -> list[tuple[ParameterRow, Tensor]]:
         return [(row.whole, parameter.detach()) for row, parameter, _ in self.triples]

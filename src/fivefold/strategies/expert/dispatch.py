@@ -13,6 +13,8 @@ unless it is asked for under a capacity: then every expert gets the same number 
 A row leaves for each choice (token, expert), sorted by expert, so that rows for one rank are neighbours. What comes is
 sorted by sender, then by expert, and is brought into the order of experts for the grouped products.
 
+Where experts have copies (`replicas.py`), choices go to slots: a home, or a copy.
+
 Shape letters: T tokens of a rank, K choices of a token, D hidden, E experts, e experts of this rank, R rows.
 """
 
@@ -20,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +34,8 @@ from fivefold.nn.moe import Experts, combine, count
 from fivefold.runtime.collectives import all_gather, all_reduce, broadcast_input, exchange, reduce_scatter
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Axis
+from fivefold.strategies.expert.copies import Copies
+from fivefold.strategies.expert.replicas import Replicas, share
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,19 @@ class DispatchedExperts(Experts):
         self.activation = experts.activation
         self.gate, self.up, self.down = experts.gate, experts.up, experts.down
         self._cut = cut
+        self._copies: Copies | None = None
+        self.tell: Callable[[int], None] | None = None
+        """Called with the rows that this rank computes, in each forward."""
+
+    def place(self, replicas: Replicas | None) -> None:
+        """The weights are now those of these homes, and choices go to them and their copies; None: as at first."""
+        copies = None if replicas is None else Copies(replicas, self._cut.ep, self._cut.deferred)
+        self._copies = copies
+
+    def forget_copies(self) -> None:
+        """The weights change: copies are fetched anew when they are read again."""
+        if self._copies is not None:
+            self._copies.forget()
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         etp = self._cut.etp
@@ -76,20 +95,32 @@ class DispatchedExperts(Experts):
         experts_TK = etp.all_gather(experts_TK, 0)
         return reduce_scatter(self._exchanged(x_TD, experts_TK, weights_TK), etp, 0)
 
-    def compute(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        gate_RF = self.activation(self._product(x_RD, self.gate, counts_E))
-        return self._product(gate_RF * self._product(x_RD, self.up, counts_E), self.down, counts_E)
+    def compute(self, x_RD: Tensor, counts_E: Tensor, own_rows: int = 0) -> Tensor:
+        """Rows sorted by slot through their experts; with copies, the first `own_rows` are of homes."""
+        gate_RF = self.activation(self._product(x_RD, "gate", counts_E, own_rows))
+        return self._product(
+            gate_RF * self._product(x_RD, "up", counts_E, own_rows), "down", counts_E, own_rows
+        )
 
-    def _product(self, x_RD: Tensor, weight: Tensor, counts_E: Tensor) -> Tensor:
+    def _product(self, x_RD: Tensor, name: str, counts_E: Tensor, own_rows: int) -> Tensor:
+        weight = getattr(self, name)
+        if self._copies is not None and len(counts_E) > len(weight):
+            return self._copies.product(x_RD, name, weight, counts_E, own_rows)
         if self._cut.deferred is None:
             return grouped_matmul(x_RD, weight, counts_E)
         return _Deferring.apply(x_RD, weight, counts_E, self._cut.deferred)  # type: ignore[no-any-return]
 
     def _exchanged(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return exchanged(x_TD, weights_TK, self._route(experts_TK), self._cut.ep, self.compute)
+        route = self._route(experts_TK)
+        if self.tell is not None:
+            self.tell(sum(route.receives))
+        compute = partial(self.compute, own_rows=route.own_rows)
+        return exchanged(x_TD, weights_TK, route, self._cut.ep, compute)
 
     def _route(self, experts_TK: Tensor) -> Route:
         ep, padded, here = self._cut.ep, self._cut.padded, self.gate.shape[0]
+        if self._copies is not None:
+            return shared_route(experts_TK, self._copies.replicas, ep)
         if padded is None or ep.degree == 1:
             return find_route(experts_TK, here, ep)
         return padded_route(experts_TK, here, ep, experts_TK.shape[0] // padded.tokens * padded.capacity)
@@ -132,6 +163,8 @@ class Route:
     """The rows that came in the order of their experts; None where they come so."""
     slots_R: Tensor | None = None
     """The places of the choices among the rows that leave, which are padded; None: they are the rows."""
+    own_rows: int = 0
+    """With copies: how many rows come for homes."""
 
 
 def find_route(experts_TK: Tensor, here: int, ep: Axis) -> Route:
@@ -150,6 +183,31 @@ def find_route(experts_TK: Tensor, here: int, ep: Axis) -> Route:
         expert = torch.arange(here, device=flat.device).repeat(ep.degree)
         by_expert = expert.repeat_interleave(arriving_E, output_size=sum(come)).argsort(stable=True)
     return Route(order, leave, come, arriving_E.view(ep.degree, here).sum(0), by_expert)
+
+
+def shared_route(experts_TK: Tensor, replicas: Replicas, ep: Axis) -> Route:
+    """The same where experts have copies: choices are sorted by slot, of which a rank has its homes and its copies.
+
+    Comm: an all-gather of the E counts, as int64. The device is waited for once.
+    """
+    flat, number = experts_TK.flatten(), len(replicas.order)
+    counts = ep.all_gather(count(flat, number)[None], 0).tolist()
+    table = share(counts, replicas)
+    mine, come = table[ep.index], [row[ep.index] for row in table]
+    width = len(mine[0])
+    parts = [(rank * width + slot, mine[rank][slot]) for copies in replicas.copies for rank, slot in copies]
+    slot, rows = torch.tensor(parts, device=flat.device).unbind(1)
+    by_expert = (flat % (number + 1)).argsort(stable=True)[: sum(counts[ep.index])]
+    order = by_expert[slot.repeat_interleave(rows, output_size=len(by_expert)).argsort(stable=True)]
+    arriving = torch.tensor(list(chain(*come)), device=flat.device)
+    slots = torch.arange(width, device=flat.device).repeat(ep.degree)
+    receives = list(map(sum, come))
+    by_slot = slots.repeat_interleave(arriving, output_size=sum(receives)).argsort(stable=True)
+    homes = len(replicas.homes[ep.index])
+    return Route(
+        order, list(map(sum, mine)), receives, arriving.view(ep.degree, width).sum(0), by_slot,
+        own_rows=sum(sum(row[:homes]) for row in come),
+    )  # fmt: skip
 
 
 def padded_route(experts_TK: Tensor, here: int, ep: Axis, rows: int) -> Route:

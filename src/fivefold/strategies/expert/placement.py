@@ -6,7 +6,8 @@ of an expert are shared among its copies.
 
     copies   the next copy goes to the expert with the most tokens per copy        (optimal for the largest copy)
     ranks    the largest copy first, to the least loaded rank that has a slot       (Graham 1969, LPT)
-    swaps    pairs of copies change places while that lowers the most loaded rank
+    homes    one copy of each expert is its home, where its optimizer state is: as many on every rank
+    swaps    pairs of homes, or of other copies, change places while that lowers the most loaded rank
     shares   tokens of every expert fill its least loaded copies first, again and again until nothing moves
 
 The first two are those of DeepSeek's balancer (DeepSeek-V3, arXiv:2412.19437, section 3.4). The last minimises the sum
@@ -35,6 +36,8 @@ class ExpertPlacement:
 
     slots: tuple[tuple[int, ...], ...]
     """By rank: the experts that it holds, in ascending order."""
+    homes: tuple[tuple[int, ...], ...]
+    """By rank: those of them that are at home there, `experts / ranks` in ascending order."""
     shares: tuple[tuple[float, ...], ...]
     """By rank, in the order of `slots`: the part of that expert's tokens; over all copies they sum to 1."""
     loads: tuple[float, ...]
@@ -61,7 +64,7 @@ def contiguous(counts: Sequence[float], ranks: int) -> ExpertPlacement:
     """What expert parallelism does by itself: neighbouring experts on a rank, one copy of each."""
     each = _experts_of_a_rank(len(counts), ranks)
     slots = tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(ranks))
-    return _placement(slots, [{expert // each: 1.0} for expert in range(len(counts))], counts)
+    return _placement(slots, slots, [{expert // each: 1.0} for expert in range(len(counts))], counts)
 
 
 def place_experts(counts: Sequence[float], ranks: int, spare: int = 0) -> ExpertPlacement:
@@ -78,9 +81,16 @@ def place_experts(counts: Sequence[float], ranks: int, spare: int = 0) -> Expert
     copies = _copies(counts, ranks, spare * ranks)
     load = [count / number for count, number in zip(counts, copies)]
     slots = _pack(load, copies, ranks, each)
-    _swap(load, slots)
-    slots.sort()  # ranks are alike: an order that does not depend on how they were filled
-    return _placement(tuple(tuple(sorted(held)) for held in slots), _share(counts, slots), counts)
+    homes = _homes(load, slots, each - spare)
+    guests = [[expert for expert in held if homes[expert] != rank] for rank, held in enumerate(slots)]
+    homed = [[expert for expert in held if homes[expert] == rank] for rank, held in enumerate(slots)]
+    _swap(load, homed, guests)
+    # Ranks are alike: an order that does not depend on how they were filled.
+    pairs = sorted((sorted(at_home), sorted(others)) for at_home, others in zip(homed, guests))
+    slots = [sorted([*at_home, *others]) for at_home, others in pairs]
+    return _placement(
+        tuple(map(tuple, slots)), tuple(tuple(home) for home, _ in pairs), _share(counts, slots), counts
+    )
 
 
 def _experts_of_a_rank(experts: int, ranks: int) -> int:
@@ -128,25 +138,75 @@ def _pack(load: Sequence[float], copies: Sequence[int], ranks: int, each: int) -
     return slots
 
 
-def _swap(load: Sequence[float], slots: list[list[int]]) -> None:
-    """Let copies on the most loaded rank change places with smaller ones while the larger load of the two falls."""
-    total = [math.fsum(load[expert] for expert in held) for held in slots]
+def _homes(load: Sequence[float], slots: list[list[int]], each: int) -> list[int]:
+    """By expert: the rank of its home, `each` on every rank: a matching, by augmenting paths (Kuhn 1955).
+
+    Where all copies of an expert are on ranks that are full of homes, one of them changes places with a copy of another
+    expert on a rank that has too few: the one whose load differs least.
+    """
+    at_home: list[set[int]] = [set() for _ in slots]
+
+    def settle(expert: int, tried: set[int]) -> bool:
+        for rank, held in enumerate(slots):
+            if expert not in held or rank in tried:
+                continue
+            tried.add(rank)
+            if len(at_home[rank]) == each:
+                other = next((one for one in sorted(at_home[rank]) if settle(one, tried)), None)
+                if other is None:
+                    continue
+                at_home[rank].remove(other)
+            at_home[rank].add(expert)
+            return True
+        return False
+
+    copies = [sum(expert in held for held in slots) for expert in range(len(load))]
+    for expert in sorted(range(len(load)), key=copies.__getitem__):
+        if settle(expert, set()):
+            continue
+        _, here, there, guest = min(
+            (abs(load[expert] - load[guest]), here, there, guest)
+            for here, held in enumerate(slots) if expert in held
+            for there, others in enumerate(slots) if expert not in others and len(at_home[there]) < each
+            for guest in others if copies[guest] > 1 and guest not in held and guest not in at_home[there]
+        )  # fmt: skip
+        slots[here][slots[here].index(expert)] = guest
+        slots[there][slots[there].index(guest)] = expert
+        at_home[there].add(expert)
+    return [next(rank for rank, homes in enumerate(at_home) if e in homes) for e in range(len(load))]
+
+
+def _swap(load: Sequence[float], homed: list[list[int]], guests: list[list[int]]) -> None:
+    """Let copies on the most loaded rank change places with smaller ones while the larger load of the two falls.
+
+    A home changes places with a home, another copy with another copy.
+    """
+    ranks = range(len(homed))
+    total = [math.fsum(load[expert] for expert in (*homed[rank], *guests[rank])) for rank in ranks]
     for _ in range(MOST_SWAPS):
-        top = max(range(len(slots)), key=total.__getitem__)
+        top = max(ranks, key=total.__getitem__)
         found = None
-        for other, held in enumerate(slots):
-            for mine in slots[top] if other != top else ():
-                for theirs in held:
-                    moved = load[mine] - load[theirs]
-                    worst = max(total[top] - moved, total[other] + moved)
-                    alone = mine not in held and theirs not in slots[top]
-                    if alone and worst < total[top] * (1 - SETTLED) and (found is None or worst < found[0]):
-                        found = (worst, other, mine, theirs, moved)
+        for kind in (homed, guests):
+            for other in ranks:
+                for mine in kind[top] if other != top else ():
+                    for theirs in kind[other]:
+                        moved = load[mine] - load[theirs]
+                        worst = max(total[top] - moved, total[other] + moved)
+                        alone = mine not in (*homed[other], *guests[other]) and theirs not in (
+                            *homed[top],
+                            *guests[top],
+                        )
+                        if (
+                            alone
+                            and worst < total[top] * (1 - SETTLED)
+                            and (found is None or worst < found[0])
+                        ):
+                            found = (worst, kind, other, mine, theirs, moved)
         if found is None:
             return
-        _, other, mine, theirs, moved = found
-        slots[top][slots[top].index(mine)] = theirs
-        slots[other][slots[other].index(theirs)] = mine
+        _, kind, other, mine, theirs, moved = found
+        kind[top][kind[top].index(mine)] = theirs
+        kind[other][kind[other].index(theirs)] = mine
         total[top], total[other] = total[top] - moved, total[other] + moved
 
 
@@ -191,11 +251,14 @@ def _loads(tokens: Sequence[Mapping[int, float]], ranks: int) -> dict[int, float
 
 
 def _placement(
-    slots: tuple[tuple[int, ...], ...], shares: Sequence[Mapping[int, float]], counts: Sequence[float]
+    slots: tuple[tuple[int, ...], ...],
+    homes: tuple[tuple[int, ...], ...],
+    shares: Sequence[Mapping[int, float]],
+    counts: Sequence[float],
 ) -> ExpertPlacement:
     parts = tuple(tuple(shares[expert][rank] for expert in held) for rank, held in enumerate(slots))
     loads = tuple(
         math.fsum(counts[expert] * part for expert, part in zip(*pair, strict=True))
         for pair in zip(slots, parts, strict=True)
     )
-    return ExpertPlacement(slots, parts, loads)
+    return ExpertPlacement(slots, homes, parts, loads)

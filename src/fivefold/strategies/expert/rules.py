@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from fivefold.core.events import Event, Events, Op, Phase, forward_again
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
 from fivefold.core.model_spec import ModelSpec, MoESpec
@@ -33,6 +34,7 @@ from fivefold.core.recompute import Regions
 from fivefold.core.router import RouterConfig
 from fivefold.core.sharding import ParameterRow, Shard
 from fivefold.errors import ConfigError, LayoutError, nearest_numbers
+from fivefold.strategies.expert.replicas import Replicas, share
 
 WIDTH_DIM = {"expert_gate": 1, "expert_up": 1, "expert_down": 2}
 """Role -> the dim of the experts' width, which etp cuts."""
@@ -90,6 +92,30 @@ def check_router(spec: ModelSpec, router: RouterConfig) -> None:
         )
 
 
+def check_experts(spec: ModelSpec, layout: Layout, router: RouterConfig, config: ExpertsConfig) -> None:
+    """Raises: ConfigError for placing experts anew where nothing could be placed otherwise, or in too many slots."""
+    if config.rebalance_every is None:
+        return
+    what, moes = f"experts.rebalance_every={config.rebalance_every}", routed_layers(spec).values()
+    if not moes:
+        raise ConfigError(f"{what} does nothing: {spec.name} has no experts; leave it out")
+    if layout.ep == 1:
+        raise ConfigError(
+            f"{what} does nothing with ep1: every rank has all experts; leave it out, or cut them, such as ep2"
+        )
+    if router.capacity == "pad":
+        raise ConfigError(
+            f"{what} does nothing with router.capacity=pad: every expert gets as many rows; leave it out, or use drop"
+        )
+    fewest = min(moe.experts for moe in moes)
+    most = fewest - fewest // layout.ep
+    if config.spare_slots > most:
+        raise ConfigError(
+            f"experts.spare_slots={config.spare_slots} beside the {fewest // layout.ep} experts of a rank make more "
+            f"than the {fewest} that {spec.name} has; at most {most}"
+        )
+
+
 def same_tokens(layout: Layout) -> bool:
     """Whether the ranks of an etp group have the same tokens: those of tp do, without sequence parallelism."""
     return layout.tp > 1 and not layout.sequence_parallel
@@ -140,8 +166,10 @@ class Rows:
     received: int
 
 
-def dispatched(layout: Layout, rank: int, layer: int, microbatch: int, counts: Counts) -> Rows:
-    """The rows of a rank, from what the ranks of its expert mesh chose."""
+def dispatched(
+    layout: Layout, rank: int, layer: int, microbatch: int, counts: Counts, replicas: Replicas | None = None
+) -> Rows:
+    """The rows of a rank, from what the ranks of its expert mesh chose. `replicas`: where experts have copies."""
 
     def leaving(member: int) -> list[int]:
         group = (member,) if same_tokens(layout) else layout.group_of("etp", member)
@@ -149,6 +177,9 @@ def dispatched(layout: Layout, rank: int, layer: int, microbatch: int, counts: C
 
     ranks = layout.group_of("ep", rank)
     own = leaving(rank)
+    if replicas is not None:
+        table = share([leaving(member) for member in ranks], replicas)
+        return Rows(sum(own), sum(sum(row[ranks.index(rank)]) for row in table))
     size = len(own) // layout.ep
     first = ranks.index(rank) * size
     return Rows(sum(own), sum(sum(leaving(member)[first : first + size]) for member in ranks))
@@ -198,12 +229,13 @@ def rows_per_expert(moe: MoESpec, layout: Layout, numbers: Numbers) -> int | Non
 
 
 def predict_layer(
-    moe: MoESpec, layout: Layout, rows: Rows, numbers: Numbers, regions: Regions = ()
+    moe: MoESpec, layout: Layout, rows: Rows, numbers: Numbers, regions: Regions = (), *, copied: bool = False
 ) -> Events:
     """Events of one microbatch (T tokens of this rank) through router and experts of one layer, forward and backward.
 
     ep:   forward all-to-alls of 8 E bytes and, there and back, of R D x bytes, R the larger of the rows that leave and
-          come; backward the last two again. Padded to capacity: R is fixed, and no counts travel.
+          come; backward the last two again. Padded to capacity: R is fixed, and no counts travel. `copied`: experts
+          have copies, so that counts are gathered by all, 8 E ep bytes.
     etp:  forward all-gathers of etp T (D x + 8 K + w K) bytes and a reduce-scatter of etp T D x; backward all-gather
           and reduce-scatters of the same but for the choices. Same tokens: an all-reduce of T D x forward, all-reduces
           of T D x and T K w backward. w: at least 4 bytes.
@@ -216,7 +248,9 @@ def predict_layer(
     wide, wide_size = ("float64", 8) if dtype == "float64" else ("float32", 4)
     if layout.ep > 1:
         padded = rows_per_expert(moe, layout, numbers)
-        if padded is None:
+        if copied:
+            found[Event("forward", "ep", "all_gather", "int64", 8 * moe.experts * layout.ep)] += 1
+        elif padded is None:
             found[Event("forward", "ep", "all_to_all", "int64", 8 * moe.experts)] += 1
         travel = max(rows.sent, rows.received) if padded is None else padded * moe.experts
         for phase in BOTH:
@@ -269,12 +303,13 @@ def _predict_router(moe: MoESpec, layout: Layout, numbers: Numbers) -> Events:
     return found
 
 
-def predict_numbers(spec: ModelSpec, layout: Layout, router: RouterConfig) -> Events:
+def predict_numbers(spec: ModelSpec, layout: Layout, config: ExpertsConfig) -> Events:
     """What a step agrees on beside the loss: the table of all routed layers (data, tp under SP, pp)."""
     layers = routed_layers(spec)
     found: Events = Counter()
     if layers:
-        size = 8 * len(layers) * (max(moe.experts for moe in layers.values()) + NUMBERS_OF_A_LAYER)
+        ranks = 0 if config.rebalance_every is None else layout.ep
+        size = 8 * len(layers) * (max(moe.experts for moe in layers.values()) + NUMBERS_OF_A_LAYER + ranks)
         for axis in ("data", "tp", "pp"):
             if layout.degree(axis) > 1 and (axis != "tp" or layout.sequence_parallel):
                 found[Event("metrics", axis, "all_reduce", "float64", size)] += 1
@@ -282,4 +317,7 @@ def predict_numbers(spec: ModelSpec, layout: Layout, router: RouterConfig) -> Ev
 
 
 NUMBERS_OF_A_LAYER = 5
-"""Beside the choices of each expert: tokens, dropped choices, entropy, balance and z-loss."""
+"""Beside the choices of each expert: tokens, dropped choices, entropy, balance and z-loss.
+
+Where experts are placed anew, what each ep rank computed as well.
+"""

@@ -1,4 +1,4 @@
-"""Experts that are placed anew and have copies, against one device where they stay: training, checkpoints, bad input."""
+"""Experts that are placed anew and have copies, against one device where they stay."""
 
 from __future__ import annotations
 

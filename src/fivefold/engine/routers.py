@@ -92,6 +92,8 @@ class Routers:
             if plan.execution.router.has_losses:
                 router.losses = self._losses(layer)
         self.counting = False
+        self.dispatch_bytes = 0
+        """Of the all-to-alls of this rank in a step: tokens to their experts and back, and copies of experts."""
         self.tokens: Tensor | float = 1.0
         """Of the global batch of a step, padding aside."""
 
@@ -115,14 +117,10 @@ class Routers:
                 router.losses.per_token = 1.0 / torch.as_tensor(self.tokens, dtype=wide)
                 router.losses.gradient_scale = scale
 
-    @property
-    def dispatch_bytes(self) -> int:
-        """Of the all-to-alls of this rank since `begin`: tokens to their experts and back, forward and backward."""
-        return self.mesh.axis("ep").exchanged_bytes
-
     def finish(self) -> dict[int, LayerRouting]:
         """After the backwards of a step: what all routed layers of the model did. Comm: see the head of this file."""
         self.counting = False
+        self.dispatch_bytes = self.mesh.axis("ep").exchanged_bytes
         self.mesh.phase = "metrics"
         widest = max(moe.experts for moe in self.spec.values())
         order = list(self.spec)

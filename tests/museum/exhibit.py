@@ -72,6 +72,8 @@ class Fault:
     """What routers of experts are asked for; None: a balance loss by sequence, a z-loss, moving biases."""
     recompute: str
     """What the layout computes again in backward."""
+    rebalance: bool
+    """The layout places experts anew after every step, with copies of the busiest."""
     late: bool
     """It acts from the second step on: the first is right in everything."""
     quick: bool
@@ -98,6 +100,7 @@ def exhibit(
     overflow: bool = False,
     router: RouterConfig | None = None,
     recompute: str = "none",
+    rebalance: bool = False,
     late: bool = False,
     quick: bool = False,
 ) -> Callable[[Plant], Fault]:
@@ -107,7 +110,7 @@ def exhibit(
         return Fault(
             plant=plant, seen_in=seen_in, layout=layout, elsewhere=elsewhere, words=words, loss_sees=loss_sees,
             spec=spec, documents=documents, overflow=overflow, router=router, recompute=recompute, late=late,
-            quick=quick,
+            rebalance=rebalance, quick=quick,
         )  # fmt: skip
 
     return made

@@ -13,6 +13,7 @@ from . import (
     pipeline_faults,
     precision_faults,
     recompute_faults,
+    replica_faults,
     tensor_faults,
 )
 from .exhibit import Fault
@@ -25,6 +26,7 @@ ROOMS: dict[str, ModuleType] = {
     "Pipeline parallelism": pipeline_faults,
     "Context parallelism": context_faults,
     "Experts": expert_faults,
+    "Experts that move and have copies": replica_faults,
     "Recompute": recompute_faults,
     "Weights and data at the start, counters": input_faults,
 }

@@ -42,6 +42,7 @@ def _row(fault: Fault) -> str:
         + (" with documents" if fault.documents else "")
         + (" with a loss scale" if fault.overflow else "")
         + (f" with recompute={fault.recompute}" if fault.recompute != "none" else "")
+        + (" with experts.rebalance_every=1" if fault.rebalance else "")
     )
     loss = "shows it" if fault.loss_sees else "misses it"
     return f"| {fault.name}: {fault.story} | {seen} | {where} | {words} | {loss} |"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.plan import Plan
@@ -40,6 +41,7 @@ def plan_of(text: str, fault: Fault, steps: int) -> tuple[Plan, Reference]:
         overflow=fault.overflow,
         recompute=fault.recompute,
         router=fault.router,
+        experts=ExpertsConfig(rebalance_every=1) if fault.rebalance else None,
     )
     wanted = one, steps, fault.overflow
     known = next((r for r in _references if (r.plan, r.steps, r.overflow) == wanted), None)
@@ -83,7 +85,7 @@ def test_a_fault_is_caught_elsewhere(monkeypatch: Patch, fault: Fault) -> None:
     said_of(one.judge(plan, find_axis=False))
 
 
-Case = tuple[str, ModelSpec, bool, bool, str, RouterConfig | None]
+Case = tuple[str, ModelSpec, bool, bool, str, RouterConfig | None, bool]
 
 
 def cases(faults: list[Fault], *, both: bool) -> dict[Case, Fault]:
@@ -91,7 +93,9 @@ def cases(faults: list[Fault], *, both: bool) -> dict[Case, Fault]:
     found: dict[Case, Fault] = {}
     for fault in faults:
         for text in (fault.layout, fault.elsewhere) if both else (fault.layout,):
-            case = text, fault.spec, fault.documents, fault.overflow, fault.recompute, fault.router
+            case = (
+                text, fault.spec, fault.documents, fault.overflow, fault.recompute, fault.router, fault.rebalance,
+            )  # fmt: skip
             found.setdefault(case, fault)
     return found
 
@@ -101,9 +105,9 @@ QUICK = cases([fault for fault in FAULTS if fault.quick], both=False).keys()
 
 
 def shown(case: Case) -> str:
-    text, spec, documents, overflow, recompute, router = case
+    text, spec, documents, overflow, recompute, router, rebalance = case
     options = " documents" * documents + " overflow" * overflow
-    options += f" recompute={recompute}" * (recompute != "none")
+    options += f" recompute={recompute}" * (recompute != "none") + " rebalance" * rebalance
     if router is not None:
         options += f" {router.balance} capacity={router.capacity_factor}"
     return f"{spec.name} {text}{options}"

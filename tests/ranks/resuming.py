@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fivefold.core.cluster import Cluster
 from fivefold.core.execution import Execution
+from fivefold.core.experts import ExpertsConfig
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.optimizer import OptimizerConfig
@@ -49,6 +50,7 @@ class Job:
     dtype: str = "float64"
     micro_batch: int = 1
     router: RouterConfig = field(default_factory=RouterConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def plan(self, layout: str) -> Plan:
         execution = Execution(
@@ -56,6 +58,7 @@ class Job:
             dtype=self.dtype,  # type: ignore[arg-type]
             optimizer=self.optimizer,
             router=self.router,
+            experts=self.experts,
         )
         return Plan(
             model=self.spec,
@@ -111,9 +114,8 @@ def _train_rank(rank: Rank, job: Job, plan: Plan, start: Path | None, config: Ch
         saver.wait()
     parts: Parts = []
     for kind, row, local in trainer.engine.persistent():
-        region = row.region(plan.layout, trainer.mesh.coordinate)
-        inside = tuple(slice(0, part.stop - part.start) for part in region)
-        parts.append((f"{kind}/{row.tied_to or row.name}", region, row.shape, local[inside].clone()))
+        for inside, region in row.pieces(plan.layout, trainer.mesh.coordinate):
+            parts.append((f"{kind}/{row.tied_to or row.name}", region, row.shape, local[inside].clone()))
     held = sum(values.numel() * values.itemsize for *_, values in parts)
     return Ran(losses, norms, trainer.engine.data.updates, samples, trainer.bytes_loaded, held, parts, warned)
 

@@ -1,4 +1,4 @@
-"""Who is guilty of a difference: recompute, experts that move, a loss scale, a loss of routers, an axis and its options.
+"""Who is guilty of a difference: recompute, experts that move, a loss scale, a loss of routers, an axis, its options.
 
 Each is left out in turn, and the layout judged again: what the difference goes away with is at fault.
 """

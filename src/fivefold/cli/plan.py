@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Shortest step, least device time per token, fewest devices, longest sequence, largest micro-batch.",
 )  # fmt: skip
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="FIELD=N,N ...",
+    help="Sweep the model: its best plan at each value, such as experts=8,16 hidden=4096,5120.",
+)
+@click.argument("more", nargs=-1, metavar="[FIELD=N,N ...]")
 @click.option("--top", type=click.IntRange(1, 256), default=10, show_default=True, help="Plans to show.")
 @click.option(
     "--calibration", type=click.Path(path_type=Path), help="A file that `fivefold calibrate` wrote."
@@ -33,6 +40,8 @@ def command(
     micro_batch: int | None,
     recompute: str | None,
     objective: Any,
+    vary: tuple[str, ...],
+    more: tuple[str, ...],
     top: int,
     calibration: Path | None,
     as_json: bool,
@@ -45,22 +54,24 @@ def command(
     \b
       fivefold plan --model llama-3.1-70b --cluster "64 H100"
       fivefold plan --model deepseek-v3 --cluster "16384 H100" --fix tp8
+      fivefold plan --model mixtral-8x7b --cluster "64 H100" --vary experts=8,16 hidden=4096,5120
     """
     import time
 
     from fivefold.cli.output import print_json
-    from fivefold.plan.clock import Clock, loaded
-    from fivefold.plan.objectives import questions
-    from fivefold.plan.search import search
+    from fivefold.errors import ConfigError
+    from fivefold.plan.clock import loaded
 
     start = time.perf_counter()
     question = searched.question(**options)
     fixed, known = searched.fixed(text, micro_batch, recompute), loaded(calibration)
-    tried = []
-    for one, given in questions(question, fixed, objective):
-        clock = Clock(one, known)
-        tried.append((clock, search(one, clock, given, top=top)))
-    clock, answer = min(tried, key=lambda pair: _device_seconds_per_token(pair[0].question, pair[1]))
+    if more and not vary:
+        raise ConfigError(f"unexpected {more[0][:60]!r}; what a model is varied by stands after --vary")
+    if vary:
+        from fivefold.cli.plan_variants import sweep
+
+        return sweep(question, fixed, (*vary, *more), objective, known, as_json)
+    clock, answer = searched.best(question, fixed, objective, known, top=top)
     facts = _facts(clock.question, answer, elapsed_s=time.perf_counter() - start)
     facts["reasons"] = asked.said(options["cluster"])
     if not answer.found:
@@ -72,12 +83,6 @@ def command(
 
         _print(facts, short(clock.question, clock, answer.found[0]))
     return 0
-
-
-def _device_seconds_per_token(question: Question, answer: Answer) -> float:
-    if not answer.found:
-        return float("inf")
-    return answer.found[0].step_s * question.devices / (question.global_batch * question.seq_len)
 
 
 def _facts(question: Question, answer: Answer, *, elapsed_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `plan` and `explain` share: the batch that is usual, the parts that are fixed, and the refusal."""
+"""What `plan` and `explain` share: the batch that is usual, the parts that are fixed, the search, the refusal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 from fivefold.cli import asked
 
 if TYPE_CHECKING:
+    from fivefold.plan.calibration import Calibration
+    from fivefold.plan.clock import Clock
     from fivefold.plan.lattice import Fixed
+    from fivefold.plan.objectives import Objective
     from fivefold.plan.question import Question
     from fivefold.plan.search import Answer
 
@@ -58,3 +61,27 @@ def refuse(question: Question, fixed: Fixed, answer: Answer, facts: dict[str, An
         raise LayoutError(why)
     print_json({**facts, "refusal": why, "nearest": nearest})
     return 2
+
+
+def best(
+    question: Question, fixed: Fixed, objective: Objective, known: Calibration | None, *, top: int
+) -> tuple[Clock, Answer]:
+    """The best plans of the question that the objective makes of it, and what priced them.
+
+    Raises: LayoutError where an objective finds nothing that fits.
+    """
+    from fivefold.plan.clock import Clock
+    from fivefold.plan.objectives import questions
+    from fivefold.plan.search import search
+
+    tried = []
+    for one, given in questions(question, fixed, objective):
+        clock = Clock(one, known)
+        tried.append((clock, search(one, clock, given, top=top)))
+    return min(tried, key=lambda pair: _device_seconds_per_token(pair[0].question, pair[1]))
+
+
+def _device_seconds_per_token(question: Question, answer: Answer) -> float:
+    if not answer.found:
+        return float("inf")
+    return answer.found[0].step_s * question.devices / (question.global_batch * question.seq_len)

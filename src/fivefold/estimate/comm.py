@@ -44,7 +44,7 @@ def gather(size: Column, degree: Column, stride: Column, jobs: Jobs, c: Values) 
 
     wait = c["latency"] * (1 + np.log2(degree))
     seconds = (degree - 1) / degree * size / bus(degree, stride, jobs, c) + wait
-    return np.where(degree > 1, seconds, 0.0)
+    return np.where((degree > 1) & (size > 0), seconds, 0.0)
 
 
 def hidden_bytes(jobs: Jobs) -> Column:

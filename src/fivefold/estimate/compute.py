@@ -34,6 +34,8 @@ class Passes:
 
     forward: Column
     backward: Column
+    weights: Column | float = 0.0
+    """Of backward: what the gradients of weights take."""
 
 
 def join(*limits: Column, power: float = ROOF) -> Column:
@@ -74,13 +76,14 @@ def linear(m: Column, n: Column, k: Column, jobs: Jobs, c: Values, *, low: bool 
     """A linear map of m rows, [k -> n], forward and backward. Frozen weights have no weight gradient."""
     import numpy as np
 
-    back = gemm(m, k, n, jobs, c, low=low) + np.where(jobs.frozen, 0.0, gemm(k, n, m, jobs, c, low=low))
+    weights = np.where(jobs.frozen, 0.0, gemm(k, n, m, jobs, c, low=low))
+    back = gemm(m, k, n, jobs, c, low=low) + weights
     forward = gemm(m, n, k, jobs, c, low=low)
     if low:
         moved = (m * k + k * n) * c["passes_quantise"] * 1.5  # read in 16 bits, written in half of it
         cast = np.where(jobs.bits < 16, moved / (jobs.memory_bytes_per_s * c["memory"]), 0.0)
         forward, back = forward + cast, back + 2 * cast
-    return Passes(forward, back)
+    return Passes(forward, back, weights)
 
 
 def attention_maps(block: Blocks, jobs: Jobs) -> list[tuple[Column, Column]]:
@@ -211,12 +214,14 @@ def experts(block: Blocks, jobs: Jobs, c: Values) -> Passes:
     passes = moved / (jobs.memory_bytes_per_s * c["memory"])
     forward = local * slower * (up.forward + down.forward) + passes
     backward = local * slower * (up.backward + down.backward) + 2 * passes
+    weights = local * slower * (up.weights + down.weights)
     if (block.latent > 0).any():
         there = linear(jobs.tokens, block.latent / jobs.tp, jobs.hidden, jobs, c)
         back = linear(jobs.tokens, jobs.hidden, block.latent / jobs.tp, jobs, c)
         forward = forward + there.forward + back.forward
         backward = backward + there.backward + back.backward
-    return Passes(np.where(is_moe, forward, 0.0), np.where(is_moe, backward, 0.0))
+        weights = weights + there.weights + back.weights
+    return Passes(*(np.where(is_moe, seconds, 0.0) for seconds in (forward, backward, weights)))
 
 
 def head(jobs: Jobs, c: Values) -> Passes:
@@ -227,7 +232,7 @@ def head(jobs: Jobs, c: Values) -> Passes:
     tokens, V = jobs.tokens, jobs.vocab / jobs.tp
     maps = linear(tokens, V, jobs.hidden, jobs, c, low=False)
     passes = tokens * V * 4 * c["passes_logits"] / (jobs.memory_bytes_per_s * c["memory"])
-    return Passes(maps.forward + passes / 2, maps.backward + passes / 2)
+    return Passes(maps.forward + passes / 2, maps.backward + passes / 2, maps.weights)
 
 
 def layer_parameters(block: Blocks, jobs: Jobs) -> tuple[Column, Column]:

@@ -7,7 +7,7 @@ Degrees, sizes and rates are float64 so that products of large sizes stay exact 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Jobs:
     """When the software was released, in years."""
     stack: Words
     """Name of the framework."""
+    placed: tuple[Column, Column, Column] | None = None
+    """Layers of the first, a middle and the last pipeline rank; None: as `step.stage_layers` deals them."""
 
     def __len__(self) -> int:
         return len(self.hidden)
@@ -146,7 +148,12 @@ class Jobs:
                 Blocks(**{f.name: getattr(block, f.name)[rows] for f in fields(block)})
                 for block in self.blocks
             ),
-            **{f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "blocks"},
+            **{
+                f.name: getattr(self, f.name)[rows]
+                for f in fields(self)
+                if f.name not in ("blocks", "placed")
+            },
+            placed=self.placed and tuple(column[rows] for column in self.placed),
         )
 
 
@@ -158,6 +165,6 @@ def columns(rows: Sequence[Mapping[str, Any]], kind: type[Any], **given: Any) ->
     made: dict[str, Any] = {
         f.name: np.array([row[f.name] for row in rows], dtype=types[str(f.type)])
         for f in fields(kind)
-        if f.name not in given
+        if f.name not in given and f.default is MISSING
     }
     return kind(**made, **given)

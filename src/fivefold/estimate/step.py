@@ -40,6 +40,28 @@ Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.1: all of it, at the price of
 """
 
 
+def split_bubble(schedule: str, F: Column, I: Column, W: Column) -> Column:  # noqa: E741
+    """Share of the 1F1B bubble that a schedule leaves which computes weight gradients (W) apart from I.
+
+    Formula: of (p-1)(F + I + W): zbh1 max(F + I - W, F, I); zbv max(I - W, I/2, F - W, F - I/2, W/2); dualpipev
+             max(I - W/2, F - W, F/2); for many ranks, at least 2p microbatches and equal stages.
+    Source:  zbh1: Qi et al. 2023, table 2; all three as the timeline of their lists has it.
+    Checked by: tests/unit/estimate/test_makespan.py
+    """
+    import numpy as np
+
+    limits = {
+        "zbh1": (F + I - W, F, I),
+        "zbv": (I - W, I / 2, F - W, F - I / 2, W / 2),
+        "dualpipev": (I - W / 2, F - W, F / 2),
+    }[schedule]
+    longest = limits[0]
+    for limit in limits[1:]:
+        longest = np.maximum(longest, limit)
+    share: Column = longest / (F + I + W)
+    return share
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step by term; they add up to `total`."""
@@ -68,6 +90,8 @@ class Layer:
 
     forward: Column
     backward: Column
+    weights: Column
+    """Of backward: the share that the gradients of weights take."""
     tp: Column
     cp: Column
     ep: Column
@@ -105,18 +129,30 @@ def _layer(block: Blocks, jobs: Jobs, c: Values) -> Layer:
     work = backward + again * forward + np.where(jobs.recompute_attention, core.forward, 0.0)
     sent_back = tp + 2 * cp + ep + again * sent
     backward_all = join(work + sent_back, (2 + again) * launch, power=LAUNCH_ROOF)
+    weights = sum(one.weights for one in maps) / (work + sent_back)
     dense, routed = compute.layer_parameters(block, jobs)
     return Layer(
-        forward_all, backward_all, (2 + again) * tp, (3 + again) * cp, (2 + again) * ep, dense, routed
+        forward_all,
+        backward_all,
+        weights,
+        (2 + again) * tp,
+        (3 + again) * cp,
+        (2 + again) * ep,
+        dense,
+        routed,
     )
 
 
 def seconds_by_term(jobs: Jobs, c: Values) -> StepTimes:
     """As `step_times`, with the coefficients given as columns."""
+    made = layers_of(jobs, c)
+    return times_of_parts(made, parts(made, jobs, c), jobs, c)
+
+
+def times_of_parts(made: list[Layer], pieces: Parts, jobs: Jobs, c: Values) -> StepTimes:
+    """The step by term, of layers and parts that are made already."""
     import numpy as np
 
-    made = layers_of(jobs, c)
-    pieces = _compose(made, jobs, c)
     first, middle, last = stage_layers(jobs)
     stages = np.stack(pieces.stages)
     m, scale = jobs.microbatches, c["stack"]
@@ -146,7 +182,7 @@ def total_seconds(made: list[Layer], jobs: Jobs, c: Values) -> Column:
 
     Columns may be arrays of more axes that spread over each other.
     """
-    p = _compose(made, jobs, c)
+    p = parts(made, jobs, c)
     each = p.slowest + p.messages + c["fixed_microbatch"]
     total: Column = c["stack"] * (
         jobs.microbatches * each + p.bubble + p.reduced + p.updated + c["fixed_step"]
@@ -155,7 +191,7 @@ def total_seconds(made: list[Layer], jobs: Jobs, c: Values) -> Column:
 
 
 @dataclass(frozen=True)
-class _Pieces:
+class Parts:
     """Seconds: of a microbatch on the first, a middle and the last stage, and of what comes once a step."""
 
     stages: tuple[Column, Column, Column]
@@ -168,6 +204,9 @@ class _Pieces:
     bubble: Column
     reduced: Column
     updated: Column
+    embedding: Column
+    """Of one microbatch, forward and backward."""
+    head: compute.Passes
 
 
 def _mean(made: list[Layer], jobs: Jobs, name: str) -> Column:
@@ -176,7 +215,8 @@ def _mean(made: list[Layer], jobs: Jobs, name: str) -> Column:
     return total / jobs.layers  # type: ignore[no-any-return]
 
 
-def _compose(made: list[Layer], jobs: Jobs, c: Values) -> _Pieces:
+def parts(made: list[Layer], jobs: Jobs, c: Values) -> Parts:
+    """Stages in closed form: as many layers as `stage_layers` says, all of the mean kind."""
     import numpy as np
 
     L, one = jobs.layers, jobs.pp == 1
@@ -207,7 +247,7 @@ def _compose(made: list[Layer], jobs: Jobs, c: Values) -> _Pieces:
     dense_all, routed_all = dense * L / jobs.pp + tied, routed * L / jobs.pp
     reduced = _reduced(dense_all, routed_all, backward * L / jobs.pp, jobs, c)
     updated = compute.optimizer(_updated(dense_all, routed_all, jobs), jobs, c)
-    return _Pieces(stages, slowest, gathered, hidden, messages, bubble, reduced, updated)
+    return Parts(stages, slowest, gathered, hidden, messages, bubble, reduced, updated, embedding, ends)
 
 
 def launches(block: Blocks, jobs: Jobs, c: Values) -> Column:
@@ -236,6 +276,8 @@ def stage_layers(jobs: Jobs) -> tuple[Column, Column, Column]:
     """
     import numpy as np
 
+    if jobs.placed is not None:
+        return jobs.placed
     L, pp = jobs.layers, jobs.pp
     virtual = pp * jobs.chunks
     whole = np.ceil(L / virtual) * jobs.chunks

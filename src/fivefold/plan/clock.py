@@ -12,14 +12,18 @@ from fivefold.core.cluster import Precision
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, MLASpec, MLPSpec
 from fivefold.errors import ClusterError
+from fivefold.estimate.memory import kinds_of
 from fivefold.estimate.recompute import Recompute
-from fivefold.plan.lattice import Group, Lattice, recomputed_share
+from fivefold.plan.lattice import Group, Lattice, group_layout, recomputed_share
+from fivefold.plan.legality import SPLIT_BACKWARD
 from fivefold.plan.question import Question
 from fivefold.plan.run_devices import FAMILIES, OTHER
+from fivefold.strategies.pipeline.placement import stage_layers
 
 if TYPE_CHECKING:
     from fivefold.estimate.coefficients import Coefficients
     from fivefold.estimate.jobs import Blocks, Jobs
+    from fivefold.estimate.staged import Pipeline
     from fivefold.estimate.step import Layer, StepTimes
     from fivefold.plan.calibration import Calibration
 
@@ -68,7 +72,7 @@ class Clock:
 
         `zero`: the stages along the last axis, all of them or one: without ZeRO-3 fewer numbers are made.
         """
-        from fivefold.estimate.step import BUBBLE, OVERLAP, total_seconds
+        from fivefold.estimate.step import OVERLAP, total_seconds
 
         base, c, layers = self._layers(lattice, option)
         data: dict[str, Any] = {
@@ -77,10 +81,35 @@ class Clock:
             "microbatches": lattice.microbatches(group),
             "chunks": self._number(group.chunks if group.schedule == "1f1b" else 1),
             "zero": zero,
-            "bubble": self._number(BUBBLE[SCHEDULE.get(group.schedule, group.schedule)]),
+            "bubble": self._bubble(base, layers, group.schedule),
             "overlap": self._number(OVERLAP.get(group.schedule, 0.0)),
+            "placed": self._placed(group),
         }
         return total_seconds(layers, replace(base, **data), c)
+
+    def _bubble(self, base: Jobs, layers: list[Layer], schedule: str) -> Any:
+        """Share of the 1F1B bubble that a schedule leaves, with the means of all layers."""
+        from fivefold.estimate.step import BUBBLE, split_bubble
+
+        if schedule not in SPLIT_BACKWARD:
+            return self._number(BUBBLE[schedule])
+        F, B, W = (
+            sum(block.count * part(layer) for block, layer in zip(base.blocks, layers))
+            for part in (
+                lambda one: one.forward,
+                lambda one: one.backward,
+                lambda one: one.backward * one.weights,
+            )
+        )
+        return split_bubble(schedule, F, B - W, W)
+
+    def _placed(self, group: Group) -> Any:
+        """Layers of the first rank, the most of any between, and those of the last."""
+        layout = group_layout(group)
+        stages = stage_layers(self.question.spec, layout, self.question.seq_len)
+        counts = [sum(len(stages[i]) for i in layout.virtual_stages_of(rank)) for rank in range(group.pp)]
+        middle = max(counts[1:-1], default=0)
+        return tuple(map(self._number, (counts[0], middle, counts[-1])))
 
     def times(self, choices: Sequence[Choice]) -> StepTimes:
         """The step of each choice, by term."""
@@ -89,21 +118,51 @@ class Clock:
 
     def seconds(self, jobs: Jobs, choices: Sequence[Choice], c: dict[str, Any]) -> StepTimes:
         """The step of each choice, by term, on devices and with coefficients that are given as columns."""
-        from fivefold.estimate.step import seconds_by_term
+        from fivefold.estimate.staged import staged_times
 
-        return seconds_by_term(jobs, c)
+        return staged_times(jobs, c, [self._pipeline(choice.layout) for choice in choices])
+
+    def _pipeline(self, layout: Layout) -> Pipeline | None:
+        """Which layers its stages hold; None where there is one stage."""
+        from fivefold.estimate.staged import Pipeline
+
+        if layout.pp == 1:
+            return None
+        key = layout.pp, layout.schedule, layout.chunks, layout.placement
+        if key not in self._pipelines:
+            kinds = kinds_of(self.question.spec)
+            stages = stage_layers(self.question.spec, layout, self.question.seq_len)
+            self._pipelines[key] = Pipeline(
+                layout.schedule,
+                layout.chunks,
+                tuple(
+                    tuple(sum(kinds.of_layer[i] == kind for i in stage) for kind in range(len(kinds.blocks)))
+                    for stage in stages
+                ),
+                tuple(layout.virtual_stages_of(rank) for rank in range(layout.pp)),
+            )
+        return self._pipelines[key]
+
+    @cached_property
+    def _pipelines(self) -> dict[Any, Pipeline]:
+        return {}
 
     def interval(self, choices: Sequence[Choice]) -> tuple[Any, Any, Any]:
         """Seconds of a step: what is expected, the 10th and the 90th percentile; corrected where runs are near."""
+        from fivefold.estimate.step import step_times
         from fivefold.plan.calibration import predict
 
-        return predict(self.jobs(choices), self.calibration)
+        jobs = self.jobs(choices)
+        exact = self.seconds(jobs, choices, self.coefficients.of(jobs)).total
+        ratio = exact / step_times(jobs, self.coefficients).total
+        middle, low, high = predict(jobs, self.calibration)
+        return middle * ratio, low * ratio, high * ratio
 
     def in_order(self, choices: list[Choice]) -> list[Choice]:
-        """Choices that come in the order of the coefficients, in the order of the calibration as well."""
+        """Choices that come in the order of the closed form, in that of their timelines and of the calibration."""
         import numpy as np
 
-        if self.calibration is None or not choices:
+        if not choices:
             return choices
         expected, _, _ = self.interval(choices)
         return [choices[i] for i in np.argsort(expected, kind="stable")]
@@ -258,5 +317,5 @@ def _spread(jobs: Jobs, n: int) -> Jobs:
         blocks=tuple(
             replace(b, **{f.name: wide(getattr(b, f.name)) for f in fields(b)}) for b in jobs.blocks
         ),
-        **{f.name: wide(getattr(jobs, f.name)) for f in fields(jobs) if f.name != "blocks"},
+        **{f.name: wide(getattr(jobs, f.name)) for f in fields(jobs) if f.name not in ("blocks", "placed")},
     )

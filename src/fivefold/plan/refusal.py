@@ -30,14 +30,19 @@ def fits(question: Question, fixed: Fixed) -> bool:
 
 def refusal(question: Question, fixed: Fixed, answer: Answer) -> tuple[str, list[str]]:
     """Why there is no plan, in one line, and the nearest things that fit."""
-    spec = question.spec
     nearest = nearest_things(question, fixed)
     hint = f"; nearest: {'; '.join(nearest)}" if nearest else "; nothing near it fits either"
+    return why_nothing(question, fixed, answer) + hint, nearest
+
+
+def why_nothing(question: Question, fixed: Fixed, answer: Answer) -> str:
+    """By how much the question has no answer."""
+    spec = question.spec
     if answer.least is None:
         return (
             f"no layout of {spec.name} on {question.cluster} is legal with global batch {question.global_batch} and "
-            f"{question.seq_len} tokens{' and what was fixed' if fixed.layout else ''}{hint}"
-        ), nearest
+            f"{question.seq_len} tokens{' and what was fixed' if fixed.layout else ''}"
+        )
     parameters = parameter_counts(spec)["total_parameters"]
     states = parameters * question.numerics.states
     memory = (question.node.memory_bytes or 0) * question.devices
@@ -46,15 +51,15 @@ def refusal(question: Question, fixed: Fixed, answer: Answer) -> tuple[str, list
         return (
             f"{spec.name} does not fit on {question.cluster}: weights, gradients and {question.optimizer} take "
             f"{question.numerics.states:g} bytes x {format_count(parameters)} parameters = {states / GIGA:,.0f} GB "
-            f"({states / GIB:,.0f} GiB), the devices have {memory / GIB:,.0f} GiB in all{hint}"
-        ), nearest
+            f"({states / GIB:,.0f} GiB), the devices have {memory / GIB:,.0f} GiB in all"
+        )
     least = answer.least
     over = answer.least_bytes * (1 + BAND) - have
     return (
         f"{spec.name} does not fit on {question.cluster}: even {least.layout}, micro-batch {least.micro_batch}, "
         f"recompute {least.recompute} needs {format_bytes(answer.least_bytes)} of {format_bytes(have)}, "
-        f"with {BAND:.0%} to spare {format_bytes(over)} too much{hint}"
-    ), nearest
+        f"with {BAND:.0%} to spare {format_bytes(over)} too much"
+    )
 
 
 def nearest_things(question: Question, fixed: Fixed) -> list[str]:

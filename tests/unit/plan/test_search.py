@@ -132,6 +132,7 @@ def test_equal_to_brute_force() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_equal_to_brute_force_on_200_lattices() -> None:
     compare(200, seed=4)
 

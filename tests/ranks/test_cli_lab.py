@@ -40,7 +40,7 @@ def lab(fivefold: CommandLine, *arguments: str):
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
-    monkeypatch.setattr(laboratory, "grid", lambda max_ranks: [Layout.parse(text) for text in layouts])
+    monkeypatch.setattr(laboratory, "grid", lambda *_: [Layout.parse(text) for text in layouts])
 
 
 def replace_on(monkeypatch: pytest.MonkeyPatch, layout: str, action: Callable[[], object]) -> None:
@@ -90,6 +90,34 @@ def test_two_ranks_on_the_built_in_text(fivefold: CommandLine) -> None:
         (s, r) for s in (1, 2, 3) for r in (0, 1)
     ]
     assert run["results"]["lab"]["layout"] == "pp2"
+
+
+def test_experts_are_in_the_report(small: CommandLine) -> None:
+    routed = {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+    }
+    small.model(**routed)
+    ended = lab(small, "--axes", "cp,ep", "--max-ranks", "2", "--steps", "3", "--json")
+    assert ended.code == 0, ended.err
+    assert "3 steps each, on cpu, in float64: rounding would choose experts" in ended.err
+    by_layout = {one["layout"]: one for one in ended.json()["layouts"]}
+    assert list(by_layout) == ["dp1", "dp2 ep2", "cp2:ring", "cp2:ring ep2"]
+    for text, one in by_layout.items():
+        assert max(one["max_rel_err"], one["loss_max_rel_err"]) <= 1e-10
+        assert one["expert_imbalance"] == pytest.approx(by_layout["dp1"]["expert_imbalance"])
+        shared = text.endswith("ep2")
+        assert (one["rank_imbalance"] is not None) == (one["dispatch_bytes"] is not None) == shared
+    saved = LabResult.model_validate_json(Path("report/lab.json").read_text())
+    assert (saved.dtype, saved.bound) == ("float64", 1e-10)
+    for layout in saved.layouts:
+        through_ep = layout.comm_bytes_by_axis.get("ep", 0.0)
+        assert bool(through_ep) == bool(layout.dispatch_bytes)
+    page = Path("report/report.html").read_text()
+    assert 'id="experts"' in page
+    assert "imbalance,<br>ranks" in page
 
 
 def _check_costs(by_layout: dict[str, dict[str, Any]]) -> None:
@@ -161,6 +189,7 @@ def test_what_a_person_reads(small: CommandLine, monkeypatch: pytest.MonkeyPatch
         (["--model", "odd.json"], ["vocabulary of 100", "at least 259"]),
         (["--model", "llama-3.1-70b"], ["llama-3.1-70b", "takes at least", "choose a smaller model"]),
         (["--device", "cuda:9"], ["device 'cuda:9' is not available here"]),
+        (["--axes", "cp,dq"], ["no axis 'dq' in the lab (did you mean 'dp'?); it has dp, tp, pp, cp, ep"]),
         (
             ["--out", "train.yaml", "--steps", "1", "--max-ranks", "1"],
             ["cannot write the report to train.yaml"],

@@ -12,6 +12,10 @@ import click
     "--max-ranks", type=click.IntRange(1, 4096), default=8, show_default=True, help="Largest layout to run."
 )
 @click.option(
+    "--axes", default="dp,tp,pp", show_default=True,
+    help="Axes of the grid: of dp, tp, cp and ep degrees 1, 2, 4, of pp 1, 2.",
+)  # fmt: skip
+@click.option(
     "--steps",
     type=click.IntRange(1, 10**6),
     default=24,
@@ -32,12 +36,25 @@ import click
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(
-    max_ranks: int, steps: int, model: str, out: Path, records: Path | None, device: str, as_json: bool
+    max_ranks: int,
+    axes: str,
+    steps: int,
+    model: str,
+    out: Path,
+    records: Path | None,
+    device: str,
+    as_json: bool,
 ) -> int:
-    """Train a small model on real text under every combination of TP 1/2/4, PP 1/2 and DP 1/2/4.
+    """Train a small model on real text under every combination of the degrees of some axes: DP, TP and PP, or AXES.
+
+    \b
+      fivefold lab
+      fivefold lab --model tiny-moe --axes cp,ep
+      fivefold lab --model tiny-mla-moe --axes dp,pp,ep --max-ranks 4
 
     Each layout is shown to be the same model as one device (or not: exit code 1), measured, recorded, and drawn in
-    OUT/report.html, which opens offline. The text is the source code of this Python installation.
+    OUT/report.html, which opens offline. The text is the source code of this Python installation. A model with experts
+    is trained in float64, where rounding decides no token's experts.
     """
     from fivefold.catalog.models import resolve
     from fivefold.cli.output import print_json
@@ -45,13 +62,17 @@ def command(
 
     spec = resolve(model)
 
+    from fivefold.lab.grid import parse_axes
     from fivefold.lab.lab import Lab
     from fivefold.records.store import Store
     from fivefold.report.lab_report import summary_table
 
     with Store.open(records) as store:
-        lab = Lab(spec, max_ranks=max_ranks, steps=steps, out=out, store=store, device=device)
-        tell(f"{len(lab.layouts)} layouts of {spec.name}, {steps} steps each, on {lab.device} ...")
+        lab = Lab(
+            spec, max_ranks=max_ranks, axes=parse_axes(axes), steps=steps, out=out, store=store, device=device
+        )
+        exact = ", in float64: rounding would choose experts" if lab.dtype == "float64" else ""
+        tell(f"{len(lab.layouts)} layouts of {spec.name}, {steps} steps each, on {lab.device}{exact} ...")
         for layout, reason in lab.refused.items():
             tell(f"left out {layout}: {reason}")
         result = lab.run(tell)
@@ -67,6 +88,9 @@ def command(
                 "max_rel_err": one.max_rel_err,
                 "loss_max_rel_err": one.loss_max_rel_err,
                 "events_match": one.events_match,
+                "expert_imbalance": one.expert_imbalance,
+                "rank_imbalance": one.rank_imbalance,
+                "dispatch_bytes": max(one.dispatch_bytes, default=None),
                 "error": one.reason,
             }
             for one in result.layouts

@@ -7,11 +7,11 @@ the first step of every layout and for the losses of its first steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Literal
 
 from fivefold.core.cluster import Cluster
 from fivefold.core.events import total_bytes
@@ -21,25 +21,30 @@ from fivefold.core.model_counts import parameter_counts
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.plan import Plan
+from fivefold.core.router import RouterConfig
 from fivefold.core.workload import Workload
 from fivefold.data.batches import PackedDataset
 from fivefold.data.corpus import load_corpus
 from fivefold.data.tokenizer import ByteTokenizer
 from fivefold.errors import FivefoldError, RecordError
 from fivefold.estimate.timeline import equal_chunks
-from fivefold.lab.grid import check, grid, legal
+from fivefold.lab.grid import AXES, check, grid, legal
 from fivefold.lab.measure import RankReport, measure, timed
 from fivefold.records.machine import load_average, machine_facts, versions
 from fivefold.records.store import Store
-from fivefold.report.lab_report import BOUND, JUDGED_STEPS, LabResult, LayoutResult, write_report
+from fivefold.report.lab_report import JUDGED_STEPS, LabResult, LayoutResult, write_report
 from fivefold.runtime.device import device_kind
 from fivefold.runtime.launch import refuse_launcher, run_ranks
+from fivefold.strategies.expert.rules import routed_layers
 from fivefold.train.trainer import StepMetrics
 from fivefold.units import MIB
 from fivefold.verify.compare import Key, Whole, assemble
 from fivefold.verify.verify import judge
+from fivefold.verify.workload import BOUNDS
 
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH, LEARNING_RATE = 128, 16, 2, 1e-3
+BALANCE = 0.01
+"""Strength of the balance loss of a model with experts, over each sequence: that of Switch Transformers."""
 
 Say = Callable[[str], None]
 
@@ -55,16 +60,20 @@ class Lab:
         spec: ModelSpec,
         *,
         max_ranks: int,
+        axes: Sequence[str] = AXES,
         steps: int,
         out: Path,
         store: Store,
         device: str,
         seed: int = 0,
     ) -> None:
+        """`axes`: those of the grid. A model with experts is trained in float64, and judged as that is."""
         refuse_launcher()
         ByteTokenizer().check_vocab(spec.vocab, model=spec.name)
         self.spec, self.steps, self.out, self.store, self.seed = spec, steps, out, store, seed
         self.device = device_kind(device)
+        routed = bool(routed_layers(spec))
+        self.dtype: Literal["float64", "float32"] = "float64" if routed else "float32"
         self.dataset = PackedDataset(load_corpus(limit_bytes=16 * MIB), SEQ_LEN, seed)
         self.plan = Plan(
             model=spec,
@@ -72,11 +81,14 @@ class Lab:
             workload=Workload(seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH),
             layout=Layout(),
             execution=Execution(
-                micro_batch=MICRO_BATCH, dtype="float32", optimizer=OptimizerConfig(lr=LEARNING_RATE)
+                micro_batch=MICRO_BATCH,
+                dtype=self.dtype,
+                optimizer=OptimizerConfig(lr=LEARNING_RATE),
+                router=RouterConfig(balance_coefficient=BALANCE) if routed else RouterConfig(),
             ),
         )
         check(self.plan, self.device)
-        self.layouts, self.refused = legal(self.plan, grid(max_ranks), self.device)
+        self.layouts, self.refused = legal(self.plan, grid(max_ranks, axes), self.device)
         self.load_at_start = load_average()
         self.reference: dict[Key, Whole] | None = None
         self.reference_losses: list[float] = []
@@ -116,6 +128,8 @@ class Lab:
             seq_len=SEQ_LEN,
             global_batch=GLOBAL_BATCH,
             lr=LEARNING_RATE,
+            dtype=self.dtype,
+            bound=BOUNDS[self.dtype],
             versions={name: version or "none" for name, version in versions().items()},
             load_at_start=self.load_at_start,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -141,8 +155,8 @@ class Lab:
         except FivefoldError as error:
             run.finish("failed", str(error))
             return LayoutResult(
-                layout=str(layout), ranks=layout.world_size, tp=layout.tp, pp=layout.pp, dp=layout.dp,
-                passed=False, error=str(error), oversubscribed=self._oversubscribed(layout),
+                layout=str(layout), passed=False, error=str(error), oversubscribed=self._oversubscribed(layout),
+                **self._degrees(layout),
             )  # fmt: skip
         for rank, report in enumerate(reports):
             run.log_many([(m.step, rank, m.numbers()) for m in report.metrics])
@@ -164,13 +178,9 @@ class Lab:
             abs(a - b) / abs(b) for a, b in zip(losses[:JUDGED_STEPS], self.reference_losses[:JUDGED_STEPS])
         )
         layout = plan.layout
-        passed = verdict.passed and loss_error <= BOUND
+        passed = verdict.passed and loss_error <= BOUNDS[self.dtype]
         return LayoutResult(
             layout=str(layout),
-            ranks=layout.world_size,
-            tp=layout.tp,
-            pp=layout.pp,
-            dp=layout.dp,
             passed=passed,
             error=verdict.cause,
             oversubscribed=self._oversubscribed(layout),
@@ -179,8 +189,14 @@ class Lab:
             max_rel_err=verdict.max_rel_err,
             loss_max_rel_err=loss_error,
             losses=tuple(losses),
+            **self._degrees(layout),
             **_times(plan, reports),
+            **_experts(reports),
         )
+
+    def _degrees(self, layout: Layout) -> dict[str, Any]:
+        degrees = {axis: layout.degree(axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
+        return {"ranks": layout.world_size, "bound": BOUNDS[self.dtype], **degrees}
 
     def _oversubscribed(self, layout: Layout) -> bool:
         return self.device == "cpu" and layout.world_size > (os.cpu_count() or 1)
@@ -215,6 +231,20 @@ def _times(plan: Plan, reports: list[RankReport]) -> dict[str, Any]:
         "bubble_theory": equal_chunks(layout, microbatches(plan.workload, layout, plan.execution)).bubble_frac
         if layout.pp > 1
         else None,
+    }
+
+
+def _experts(reports: list[RankReport]) -> dict[str, Any]:
+    """How uneven the load of experts was in the timed steps, and what each rank sent for it."""
+    ranks = [[m.experts for m in timed(report.metrics) if m.experts is not None] for report in reports]
+    if not ranks[0]:
+        return {}
+    busiest = [step.rank_imbalance for step in ranks[0] if step.rank_imbalance is not None]
+    sent = [[step.dispatch_bytes for step in steps if step.dispatch_bytes is not None] for steps in ranks]
+    return {
+        "expert_imbalance": fmean(step.expert_imbalance for step in ranks[0]),
+        "rank_imbalance": fmean(busiest) if busiest else None,
+        "dispatch_bytes": tuple(fmean(steps) for steps in sent if steps),
     }
 
 

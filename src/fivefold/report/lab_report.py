@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BOUND = 1e-5
-"""A float32 layout is the same model as one device when every relative error stays below this."""
+"""A float32 layout is the same model as one device when every relative error stays below this (float64: 1e-10)."""
 JUDGED_STEPS = 20
 """Losses are judged up to this step; later ones are drawn only (rounding grows without any fault)."""
 NOTHING = "–"
@@ -46,6 +46,9 @@ class LayoutResult(_Measured):
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
     dp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+    bound: float = BOUND
     passed: bool
     error: str | None = None
     oversubscribed: bool = False
@@ -80,6 +83,12 @@ class LayoutResult(_Measured):
     bubble_frac: float | None = None
     bubble_theory: float | None = None
     """(p-1) / (p-1+m) for p equal stages and m microbatches (GPipe, Huang et al. 2019, section 2.3)."""
+    expert_imbalance: float | None = None
+    """Load of the busiest expert over the mean, in the layer where that is largest: mean over the timed steps."""
+    rank_imbalance: float | None = None
+    """The same of the ranks of ep."""
+    dispatch_bytes: tuple[float, ...] = ()
+    """Of all-to-alls over ep, per rank and step."""
 
     @property
     def peak_bytes(self) -> int | None:
@@ -100,12 +109,12 @@ class LayoutResult(_Measured):
         if self.error:
             return self.error
         faults = [
-            f"{what} differs: relative error {show(error, scientific)}, bound {scientific(BOUND, 0)}"
+            f"{what} differs: relative error {show(error, scientific)}, bound {scientific(self.bound, 0)}"
             for what, error in (
                 ("first step", self.max_rel_err),
                 (f"a loss of steps 1-{JUDGED_STEPS}", self.loss_max_rel_err),
             )
-            if error is not None and not error <= BOUND
+            if error is not None and not error <= self.bound
         ]
         if self.events_match is False:
             faults.append("recorded communication is not what was predicted")
@@ -124,6 +133,9 @@ class LabResult(_Measured):
     global_batch: int = Field(ge=1)
     """In sequences."""
     lr: float
+    dtype: str = "float32"
+    bound: float = BOUND
+    """Of every relative error that is judged."""
     versions: Mapping[str, str] = Field(default_factory=dict)
     load_at_start: float | None = None
     """Processes that wanted a core in the minute before the first layout, mean (the load average of the system)."""
@@ -202,7 +214,13 @@ def render(result: LabResult) -> str:
         figures={name: Markup(svg) for name, svg in draw_all(result).items()},
         not_finite=_not_finite(result),
         palette=PALETTE,
-        bound=scientific(BOUND, 0),
+        bound=scientific(result.bound, 0),
+        routed=any(layout.expert_imbalance is not None for layout in result.layouts),
+        used=[
+            axis
+            for axis in ("dp", "tp", "pp", "cp", "ep")
+            if any(getattr(one, axis) > 1 for one in result.layouts)
+        ],
         judged_steps=JUDGED_STEPS,
     )
 
@@ -229,7 +247,7 @@ def summary_table(result: LabResult) -> Table:
     )
     table.title = Text(verdict(result))
     table.add_column("layout", no_wrap=True)
-    heads = (
+    heads: tuple[str, ...] = (
         "ranks",
         "same\nmodel",
         "error",
@@ -240,6 +258,10 @@ def summary_table(result: LabResult) -> Table:
         "comm",
         "bubble",
     )
+    keys: tuple[str, ...] = ("err", "tokens", "step", "cpu", "memory", "comm", "bubble")
+    if any(layout.expert_imbalance is not None for layout in result.layouts):
+        heads += ("imbal.\nranks", "dispatch\n/rank")
+        keys += ("rank_imbalance", "dispatch")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     disturbed = result.disturbed
@@ -250,7 +272,7 @@ def summary_table(result: LabResult) -> Table:
             Text(short(layout.layout)),
             Text(f"{layout.ranks}{mark}"),
             Text("yes" if layout.passed else "NO", style="green" if layout.passed else "bold red"),
-            *(Text(cells[key]) for key in ("err", "tokens", "step", "cpu", "memory", "comm", "bubble")),
+            *(Text(cells[key]) for key in keys),
         )
     notes = [
         f"{printable(one.layout)}: {printable(one.reason or '')}" for one in result.layouts if not one.passed
@@ -311,6 +333,9 @@ def _cells(layout: LayoutResult, base: LayoutResult | None) -> dict[str, str]:
         "comm": show(layout.comm_frac, percent),
         "bubble": show(layout.bubble_frac, percent),
         "bubble_theory": show(layout.bubble_theory, percent),
+        "imbalance": show(layout.expert_imbalance, "{:.2f}".format),
+        "rank_imbalance": show(layout.rank_imbalance, "{:.2f}".format),
+        "dispatch": show(max(layout.dispatch_bytes, default=None), format_bytes),
         "events": {True: "yes", False: "no", None: NOTHING}[layout.events_match],
     }
 
@@ -325,7 +350,8 @@ def _facts(result: LabResult) -> dict[str, str]:
         machine["memory"] = format_bytes(memory)
     return {
         "model": f"{result.model}, {format_count(result.parameters)} parameters",
-        "job": f"{result.steps} steps of {result.global_batch} × {result.seq_len} tokens, lr {result.lr:g}",
+        "job": f"{result.steps} steps of {result.global_batch} × {result.seq_len} tokens, lr {result.lr:g}, "
+        f"{result.dtype}",
         **{key: str(value) for key, value in machine.items()},
         "load": load_line(result),
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()) or NOTHING,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.report.drawing import BAD, BAR, INK, PALETTE, Drawing, Legend
 from fivefold.report.lab_report import printable, scientific
-from fivefold.report.plots import byte_unit
+from fivefold.report.rows import byte_unit
 from fivefold.report.run_results import PrecisionReport
 from fivefold.units import format_count
 

@@ -13,7 +13,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
 from fivefold.errors import ConfigError, LaunchError, ModelError
 from fivefold.lab import grid as grid_module
-from fivefold.lab.grid import check, grid, legal
+from fivefold.lab.grid import AXES, check, grid, legal, parse_axes
 
 
 def plan(model: ModelSpec, batch: int = 16) -> Plan:
@@ -79,3 +79,34 @@ def test_what_cannot_be_run_at_all() -> None:
         check(plan(preset("gpt2")), "cpu")
     with pytest.raises(ConfigError, match=r"takes at least .* choose a smaller model"):
         check(plan(preset("llama-3.1-70b")), "cpu")
+
+
+def test_axes_of_ones_own() -> None:
+    """Where the ranks of cp are too few for ep, dp has what is missing."""
+    assert list(map(str, grid(8, ("cp", "ep")))) == [
+        "dp1", "dp2 ep2", "cp2:ring", "cp2:ring ep2", "dp4 ep4", "dp2 cp2:ring ep4", "cp4:ring", "cp4:ring ep2",
+        "cp4:ring ep4",
+    ]  # fmt: skip
+    assert list(map(str, grid(4, ("dp", "ep")))) == ["dp1", "dp2", "dp2 ep2", "dp4", "dp4 ep2", "dp4 ep4"]
+    assert list(map(str, grid(8, ("pp",)))) == ["dp1", "pp2"]
+    assert grid(8) == grid(8, AXES) == grid(8, parse_axes("tp, dp,pp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cp,dq", r"no axis 'dq' in the lab \(did you mean 'dp'\?\); it has dp, tp, pp, cp, ep"),
+        ("", "no axis ''"),
+    ],
+)
+def test_an_axis_that_there_is_not(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_axes(text)
+
+
+@pytest.mark.parametrize(("name", "ep"), [("tiny-llama", False), ("tiny-moe", True), ("tiny-mla-moe", True)])
+def test_small_presets_take_every_layout_of_cp_and_ep(name: str, ep: bool) -> None:
+    layouts = grid(8, ("cp", "ep"))
+    allowed, refused = legal(plan(preset(name)), layouts, "cpu")
+    assert allowed == [cut for cut in layouts if ep or cut.ep == 1]
+    assert all("has no experts" in reason for reason in refused.values())

@@ -29,9 +29,12 @@ HOSTILE = (
 )
 
 
+DEGREES = ("dp", "tp", "pp", "cp", "ep")
+
+
 def layout(text: str = "dp1", **changes: Any) -> LayoutResult:
-    degrees = {axis: int((re.search(rf"{axis}(\d+)", text) or [0, 1])[1]) for axis in ("dp", "tp", "pp")}
-    ranks = math.prod(degrees.values())
+    degrees = {axis: int((re.search(rf"{axis}(\d+)", text) or [0, 1])[1]) for axis in DEGREES}
+    ranks = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
     values: dict[str, Any] = {
         "layout": text,
         "ranks": ranks,
@@ -287,3 +290,35 @@ def test_an_idle_machine_is_only_mentioned(load: float | None) -> None:
         f"load {'–' if load is None else f'{load:.2f}'} in the minute before, 2 cores"
         in console.export_text()
     )
+
+
+def test_experts_have_a_figure_and_columns_where_there_are_any(html: str) -> None:
+    assert "imbalance" not in html
+    routed = {"expert_imbalance": 2.25}
+    shared = {**routed, "rank_imbalance": 1.5, "dispatch_bytes": (1024.0, 4096.0)}
+    result = lab(
+        layout("dp1", **routed),
+        layout("dp2 ep2", **shared),
+        layout("cp2 ep2", **shared),
+        layout("cp2", **routed),
+    )
+    page = render(result)
+    check_alone(page)
+    drawn = figures(page)["experts"]
+    assert (drawn.count("1.50"), drawn.count("4 KiB"), drawn.count("none")) == (2, 2, 2)
+    words = Page(page).words
+    assert "ep cuts the experts," in words
+    assert "cp cuts the sequence." in words
+    assert "2.25 1.50 4 KiB yes" in words
+    assert {"ep dp", "dp ep", "cp ep", "cp"} & set(figures(page)["loss"]) == {"dp ep", "cp ep", "cp"}
+    assert "1.50 4 KiB" in " ".join(terminal(result, width=120).split())
+
+
+def test_a_lab_in_float64_has_its_own_bound() -> None:
+    wrong = layout("dp2 ep2", passed=False, bound=1e-10, max_rel_err=1e-8)
+    page = render(lab(GRID[0], wrong, dtype="float64", bound=1e-10))
+    words = Page(page).words
+    assert "first step differs: relative error 1.0e-8, bound 1e-10" in words
+    assert "stay within 1e-10 of one device" in words
+    assert "bound 1e-10" in figures(page)["error"]
+    assert "lr 0.001, float64" in words

@@ -117,7 +117,7 @@ def test_experts_are_in_the_report(small: CommandLine) -> None:
         assert bool(through_ep) == bool(layout.dispatch_bytes)
     page = Path("report/report.html").read_text()
     assert 'id="experts"' in page
-    assert "imbalance,<br>ranks" in page
+    assert "imbalance<br>(ranks)" in page
 
 
 def _check_costs(by_layout: dict[str, dict[str, Any]]) -> None:

@@ -87,7 +87,7 @@ def _print_experts(console: Console, experts: ExpertsReport) -> None:
         number = len(layer.chosen)
         made.add_row(
             str(layer.layer), str(number), f"{layer.imbalance:.2f}",
-            *([f"{layer.rank_imbalance(experts.ep):.2f}"] if ranks else []), f"{imbalance(layer.last):.2f}",
+            *([f"{layer.rank_imbalance:.2f}"] if ranks else []), f"{imbalance(layer.last):.2f}",
             str(layer.busiest), f"{layer.busiest_frac:.1%} of tokens", str(layer.never),
             f"{layer.dropped_frac:.1%}", f"{layer.entropy:.3f} of {math.log(number):.3f}",
         )  # fmt: skip

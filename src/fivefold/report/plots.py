@@ -212,7 +212,7 @@ def loss(result: LabResult) -> str:
             drawing.tip(curve, layout.layout)
         upper.set_ylabel("loss")
         upper.grid(axis="y")
-        _distance_axis(lower, worst, result.bound)
+        _distance_axis(lower, worst, result)
         _kind_legend(upper, {_kind(one) for one in layouts})
         return drawing.svg()
 
@@ -258,13 +258,13 @@ def error(result: LabResult) -> str:
         return drawing.svg()
 
 
-def _distance_axis(axes: Axes, worst: float, bound: float) -> None:
+def _distance_axis(axes: Axes, worst: float, result: LabResult) -> None:
     """A log axis with the bound drawn over the steps that it judges."""
     from matplotlib.patches import Rectangle
 
-    top = worst * 5
+    top, bound = worst * 5, result.bound
     axes.set_yscale("log", nonpositive="mask")
-    axes.set_ylim(bound / 1e4, top)
+    axes.set_ylim(1e-17 if result.dtype == "float64" else 1e-9, top)
     axes.yaxis.set_major_formatter(lambda value, _: scientific(value, 0))
     axes.minorticks_off()
     axes.add_patch(Rectangle((1, bound), JUDGED_STEPS - 1, top - bound, color=BAD, alpha=0.08, lw=0))

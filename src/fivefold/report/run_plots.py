@@ -129,7 +129,7 @@ def load(report: RunReport) -> str:
         axes.set_ylabel("layer")
         axes.set_xlabel("expert")
         same = len({len(layer.chosen) for layer in experts.layers}) == 1
-        if same and 1 < experts.ep <= 64:
+        if same and 1 < experts.ep <= 64 and not experts.moved:
             each = widest // experts.ep
             for edge in range(each, widest, each):
                 axes.axvline(edge - 0.5, color=INK, lw=0.7)

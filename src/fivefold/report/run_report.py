@@ -122,7 +122,7 @@ def _expert_rows(experts: ExpertsReport | None) -> list[list[str]]:
         return []
     return [
         [
-            str(layer.layer), f"{layer.imbalance:.2f}", f"{layer.rank_imbalance(experts.ep):.2f}",
+            str(layer.layer), f"{layer.imbalance:.2f}", f"{layer.rank_imbalance:.2f}",
             f"{layer.busiest}, by {layer.busiest_frac:.1%} of tokens", str(layer.never),
             f"{layer.dropped_frac:.1%}", f"{layer.entropy:.3f} of {math.log(len(layer.chosen)):.3f}",
         ]

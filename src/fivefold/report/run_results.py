@@ -20,6 +20,8 @@ class LayerLoad:
     """By expert, before any choice was dropped."""
     last: tuple[int, ...]
     """Of the last step alone."""
+    ranks: tuple[int, ...]
+    """By ep rank: what its experts got, wherever they were."""
     tokens: int
     dropped: int
     entropy: float
@@ -30,10 +32,10 @@ class LayerLoad:
         """Choices of the busiest expert over the mean."""
         return imbalance(self.chosen)
 
-    def rank_imbalance(self, ep: int) -> float:
-        """The same of `ep` ranks with neighbouring experts."""
-        each = len(self.chosen) // ep
-        return imbalance([sum(self.chosen[i : i + each]) for i in range(0, len(self.chosen), each)])
+    @property
+    def rank_imbalance(self) -> float:
+        """The same of the ranks of ep, each with all its experts."""
+        return imbalance(self.ranks)
 
     @property
     def busiest(self) -> int:
@@ -60,6 +62,8 @@ class ExpertsReport:
 
     ep: int
     steps: int
+    moved: bool
+    """Whether experts were placed anew now and then, with copies of the busiest."""
     layers: tuple[LayerLoad, ...]
 
 
@@ -128,6 +132,7 @@ def experts_of(results: Mapping[str, Any], *, where: str) -> ExpertsReport | Non
                 int(row["layer"]),
                 tuple(map(int, row["chosen"])),
                 tuple(map(int, row["chosen_last_step"])),
+                tuple(map(int, row["ranks"])),
                 int(row["tokens"]),
                 int(row["dropped"]),
                 float(row["entropy"]),
@@ -135,9 +140,9 @@ def experts_of(results: Mapping[str, Any], *, where: str) -> ExpertsReport | Non
             for row in found["layers"]
         )
         ep = int(found["ep"])
-        if ep < 1 or any(not layer.chosen or len(layer.chosen) % ep for layer in layers):
+        if ep < 1 or any(not layer.chosen or len(layer.ranks) != ep for layer in layers):
             raise ValueError(ep)
-        return ExpertsReport(ep, int(found["steps"]), layers)
+        return ExpertsReport(ep, int(found["steps"]), bool(found["moved"]), layers)
     except (KeyError, TypeError, ValueError):
         raise RecordError(f"{where}: what it says of its experts is damaged") from None
 

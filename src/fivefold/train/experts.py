@@ -32,7 +32,7 @@ class ExpertNumbers:
     z_loss: float | None
     """Likewise."""
     dispatch_bytes: int | None
-    """Of this rank's all-to-alls: tokens to their experts and back."""
+    """Of this rank's all-to-alls: tokens to their experts and back, and experts that are copied."""
 
 
 def numbers_of(plan: Plan, routing: Mapping[int, LayerRouting], dispatch_bytes: int) -> ExpertNumbers | None:
@@ -59,6 +59,8 @@ class LayerCounts:
     """By expert, before any choice was dropped."""
     last: Sequence[int]
     """Of the last step alone."""
+    ranks: list[int]
+    """By ep rank: what its experts got, wherever they were."""
     tokens: int = 0
     dropped: int = 0
     entropy: float = 0.0
@@ -70,15 +72,17 @@ class ExpertCounts:
 
     def __init__(self, plan: Plan) -> None:
         self.ep, self.steps = plan.layout.ep, 0
+        self.moved = plan.execution.experts.rebalance_every is not None
         self.layers: dict[int, LayerCounts] = {}
 
     def after(self, routing: Mapping[int, LayerRouting]) -> None:
         """Add one step."""
         self.steps += 1
         for number, step in routing.items():
-            layer = self.layers.setdefault(number, LayerCounts([0] * len(step.chosen), ()))
+            layer = self.layers.setdefault(number, LayerCounts([0] * len(step.chosen), (), [0] * self.ep))
             layer.chosen = [before + now for before, now in zip(layer.chosen, step.chosen)]
             layer.last = step.chosen
+            layer.ranks = [before + now for before, now in zip(layer.ranks, step.of_ranks(self.ep))]
             layer.tokens += step.tokens
             layer.dropped += step.dropped
             layer.entropy += step.entropy * step.tokens
@@ -88,11 +92,13 @@ class ExpertCounts:
         return {
             "steps": self.steps,
             "ep": self.ep,
+            "moved": self.moved,
             "layers": [
                 {
                     "layer": number,
                     "chosen": layer.chosen,
                     "chosen_last_step": list(layer.last),
+                    "ranks": layer.ranks,
                     "tokens": layer.tokens,
                     "dropped": layer.dropped,
                     "entropy": layer.entropy / max(1, layer.tokens),

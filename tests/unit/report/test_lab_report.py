@@ -309,7 +309,7 @@ def test_experts_have_a_figure_and_columns_where_there_are_any(html: str) -> Non
     words = Page(page).words
     assert "ep cuts the experts," in words
     assert "cp cuts the sequence." in words
-    assert "2.25 1.50 4 KiB yes" in words
+    assert "2.25 (1.50) 4 KiB yes" in words
     assert {"ep dp", "dp ep", "cp ep", "cp"} & set(figures(page)["loss"]) == {"dp ep", "cp ep", "cp"}
     assert "1.50 4 KiB" in " ".join(terminal(result, width=120).split())
 

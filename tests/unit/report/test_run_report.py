@@ -23,11 +23,12 @@ HOSTILE = '</title></svg></style><script>alert(1)</script><img src="https://x.te
 EXPERTS = {
     "ep": 2,
     "steps": 4,
+    "moved": False,
     "layers": [
-        {"layer": 1, "chosen": [8, 4, 0, 4], "chosen_last_step": [1, 1, 1, 1], "tokens": 8, "dropped": 4,
-         "entropy": 1.2},
-        {"layer": 3, "chosen": [4, 4, 4, 4], "chosen_last_step": [1, 1, 1, 1], "tokens": 8, "dropped": 0,
-         "entropy": math.log(4)},
+        {"layer": 1, "chosen": [8, 4, 0, 4], "chosen_last_step": [1, 1, 1, 1], "ranks": [9, 3], "tokens": 8,
+         "dropped": 4, "entropy": 1.2},
+        {"layer": 3, "chosen": [4, 4, 4, 4], "chosen_last_step": [1, 1, 1, 1], "ranks": [8, 8], "tokens": 8,
+         "dropped": 0, "entropy": math.log(4)},
     ],
 }  # fmt: skip
 
@@ -118,7 +119,8 @@ def test_a_dense_run_shows_neither() -> None:
 
 
 def test_one_rank_alone_has_no_ranks_to_compare_and_sends_nothing() -> None:
-    alone = {**EXPERTS, "ep": 1}
+    layers = [{**layer, "ranks": [sum(layer["chosen"])]} for layer in EXPERTS["layers"]]  # type: ignore[attr-defined, index]
+    alone = {**EXPERTS, "ep": 1, "layers": layers}
     numbers = {"expert_imbalance": 2.0, "dropped_choices": 0, "router_entropy": 1.3}
     html = render(RunReport(record(layout="dp1"), {"experts": alone}, rows(**numbers)))
     drawn = figures(html)
@@ -152,9 +154,9 @@ def test_a_step_taken_again_counts_once_and_long_runs_stay_small() -> None:
     many = [MetricRow(step, 0, {"loss": 1 / step, "expert_imbalance": 2.0}) for step in range(1, 9001)]
     html = render(RunReport(record(), {"experts": EXPERTS}, many))
     assert max(len(path.split()) for path in re.findall(r' d="(.*?)"', html, re.DOTALL)) < 5 * MOST_POINTS
-    large = {"ep": 8, "steps": 1, "layers": [
-        {"layer": i, "chosen": [i * e % 7 for e in range(256)], "chosen_last_step": [0] * 256, "tokens": 9,
-         "dropped": 0, "entropy": 1.0} for i in range(58)
+    large = {"ep": 8, "steps": 1, "moved": True, "layers": [
+        {"layer": i, "chosen": [i * e % 7 for e in range(256)], "chosen_last_step": [0] * 256, "ranks": [9] * 8,
+         "tokens": 9, "dropped": 0, "entropy": 1.0} for i in range(58)
     ]}  # fmt: skip
     assert len(render(RunReport(record(), {"experts": large}, rows(**ROUTED)))) < 3_000_000
 
@@ -163,8 +165,8 @@ def test_a_step_taken_again_counts_once_and_long_runs_stay_small() -> None:
     "experts",
     [
         {"ep": 2, "steps": 1},
-        {"ep": 3, "steps": 1, "layers": EXPERTS["layers"]},
-        {"ep": 1, "steps": 1, "layers": [{"layer": 0, "chosen": []}]},
+        {**EXPERTS, "ep": 3},
+        {**EXPERTS, "layers": [{"layer": 0, "chosen": []}]},
         [1],
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -75,11 +76,13 @@ def test_counts_are_summed_over_steps() -> None:
     assert counts.as_result() == {
         "steps": 2,
         "ep": 2,
+        "moved": False,
         "layers": [
             {
                 "layer": 3,
                 "chosen": [15, 9, 18, 6],
                 "chosen_last_step": [9, 3, 12, 0],
+                "ranks": [24, 24],
                 "tokens": 24,
                 "dropped": 4,
                 "entropy": pytest.approx((math.log(4) + 0.5) / 2),
@@ -96,3 +99,14 @@ def test_progress_says_it_in_a_few_words(capsys: pytest.CaptureFixture[str]) -> 
     with_experts, without = capsys.readouterr().err.splitlines()
     assert with_experts.endswith("comm 0%  imbalance 2.00  dropped 4")
     assert without.endswith("comm 0%")
+
+
+def test_experts_that_are_placed_anew_load_the_ranks_that_computed_them() -> None:
+    moved = dataclasses.replace(SKEWED, ranks=(7, 13))
+    found = numbers(plan(), moved)
+    assert found is not None
+    assert found.rank_imbalance == 1.3
+    counts = ExpertCounts(plan())
+    counts.after({0: moved})
+    counts.after({0: SKEWED})
+    assert counts.as_result()["layers"][0]["ranks"] == [19, 25]

@@ -90,7 +90,7 @@ BUSY = ModelSpec(
     ),
 )
 """Its router's bias, which `uneven` sets, sends twice the mean to the first of 8 ranks."""
-TWICE_BIAS = 1.35
+TWICE_BIAS = 0.8
 
 
 @dataclass
@@ -148,7 +148,7 @@ def _held(engine: Engine) -> dict[str, list[tuple[Region, Tensor]]]:
 
 
 @LONG
-@pytest.mark.parametrize("text", ["dp8 ep8", "dp2 tp2 ep4 etp1 zero1"])
+@pytest.mark.parametrize("text", ["dp8 ep8", "dp2 tp2 ep4 zero1"])
 def test_uneven_routing_becomes_even_and_changes_nothing(text: str) -> None:
     """Twice the mean on one of 8 ranks, one spare slot: at most 1.1 from the step on that follows the first counts."""
     placed, alone = trained(text, ONCE), trained("dp1", ExpertsConfig())[0]

@@ -174,7 +174,9 @@ def _print(verdict: Verdict) -> None:
     from rich.table import Table
 
     own = verdict.own_errors
-    title = f"{verdict.model}: {verdict.case} against {verdict.against}, {verdict.dtype}"
+    every = verdict.experts.rebalance_every
+    case = f"{verdict.case}" + (f" experts.rebalance_every={every}" if every else "")
+    title = f"{verdict.model}: {case} against {verdict.against}, {verdict.dtype}"
     if own:
         title = f"{verdict.model}: {verdict.case}, and one device, in {verdict.dtype} against float64"
     table = Table(title=title, title_justify="left")

@@ -276,8 +276,8 @@ def on_weights(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
     """`change` the weights of the experts' outputs where tokens are dispatched."""
     exchanged = dispatch.exchanged
 
-    def faulty(x_TD, weights_TK, route, ep, compute):
-        return exchanged(x_TD, change(weights_TK), route, ep, compute)
+    def faulty(x_TD, weights_TK, *others):
+        return exchanged(x_TD, change(weights_TK), *others)
 
     patch.setattr(dispatch, "exchanged", faulty)
 
@@ -305,13 +305,13 @@ def rows_return_in_another_order(patch: Patch) -> None:
     """The rows of the first expert of each rank come back in the reverse order: each is added to another token."""
     exchanged = dispatch.exchanged
 
-    def faulty(x_TD, weights_TK, route, ep, compute):
+    def faulty(x_TD, weights_TK, route, ep, compute, *others):
         def turned(rows_RD, counts_E):
             out = compute(rows_RD, counts_E)
             first = int(counts_E[0])
             return torch.cat((out[:first].flip(0), out[first:]))
 
-        return exchanged(x_TD, weights_TK, route, ep, turned if ep.degree > 1 else compute)
+        return exchanged(x_TD, weights_TK, route, ep, turned if ep.degree > 1 else compute, *others)
 
     patch.setattr(dispatch, "exchanged", faulty)
 

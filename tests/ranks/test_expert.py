@@ -5,6 +5,7 @@ T tokens of a rank, K choices, E experts, D hidden.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from dataclasses import replace
@@ -23,10 +24,11 @@ from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.router import RouterConfig
 from fivefold.data.batches import SyntheticDataset
 from fivefold.errors import ConfigError, LayoutError
-from fivefold.nn.moe import Experts
+from fivefold.nn.moe import Experts, MoE
 from fivefold.runtime.launch import Rank, run_ranks
-from fivefold.runtime.mesh import Mesh
+from fivefold.runtime.mesh import Handle, Mesh
 from fivefold.strategies import compose
+from fivefold.strategies.expert.apply import apply
 from fivefold.strategies.expert.dispatch import Cut, DispatchedExperts, Padding
 from fivefold.strategies.expert.rules import same_tokens
 from fivefold.train.experts import ExpertNumbers
@@ -124,6 +126,67 @@ def test_dispatched_experts_against_the_plain_ones(
         for _, gradients, regions in ranks:
             total[regions[index]] += gradients[index]
         torch.testing.assert_close(total, getattr(plain, name).grad, rtol=0, atol=1e-12)
+
+
+def order_of_work(mesh: Mesh, recomputed: bool) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """What a routed layer with shared experts does, in order; its output and gradients, and those without dispatch."""
+    spec = MoESpec(experts=E, top_k=K, ffn=F, shared_ffn=4, shared_gate=True)
+    torch.manual_seed(1)
+    plain = MoE(D, spec).double()
+    holder = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.ModuleDict({"mlp": copy.deepcopy(plain)})})})
+    apply(
+        holder,
+        mesh,
+        router=RouterConfig(),
+        seq_len=T,
+        shared_tokens=[(range(T),)],
+        recomputed=lambda _: recomputed,
+    )
+    moe = holder.get_submodule("layers.0.mlp")
+    ep, log = mesh.axis("ep"), []
+    here = slice(ep.index * E // ep.degree, (ep.index + 1) * E // ep.degree)
+    for name in ("gate", "up", "down"):
+        setattr(moe.experts, name, nn.Parameter(getattr(plain.experts, name).detach()[here].clone()))
+    start = ep.exchange_start
+
+    def exchange_start(x: Tensor, sends: Any, receives: Any) -> Handle:
+        what = "counts" if x.dtype == torch.int64 else "rows"
+        handle = start(x, sends, receives)
+        log.append(f"{what} start")
+        wait = handle.wait
+        handle.wait = lambda: (log.append(f"{what} here"), wait())[1]  # type: ignore[method-assign, func-returns-value]
+        return handle
+
+    ep.exchange_start = exchange_start  # type: ignore[method-assign]
+    moe.shared.register_forward_hook(lambda *_: log.append("shared"))
+    moe.shared.inputs.up.weight.register_hook(lambda _: log.append("shared gradient"))
+    found = []
+    for module in (moe, plain):
+        torch.manual_seed(7 + mesh.rank)
+        x = torch.randn(1, T, D, dtype=torch.float64, requires_grad=True)
+        y = module(x)
+        log.append("backward")
+        y.square().sum().backward()
+        own = [p.grad for name, p in module.named_parameters() if "experts." not in name]
+        found.append([y.detach(), x.grad, *own])
+    return log, *found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_shared_experts_compute_while_tokens_travel(on_mesh: Any, recomputed: bool) -> None:
+    """Forward, and backward while the gradients of tokens travel; the same numbers."""
+    rows = ["rows start", "rows here"]
+    forward = [*rows, *rows, "shared"] if recomputed else ["rows start", "shared", "rows here", *rows]
+    backward = (
+        ["shared gradient", *rows, *rows]
+        if recomputed
+        else [*rows, "rows start", "shared gradient", "rows here"]
+    )
+    for log, found, expected in on_mesh(order_of_work, "dp2 ep2", recomputed):
+        both = log[: log.index("backward", log.index("backward") + 1)]
+        assert both == ["counts start", "counts here", *forward, "backward", *backward]
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
 # Training steps

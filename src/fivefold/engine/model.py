@@ -49,6 +49,10 @@ class Model(Protocol):
         """One virtual stage with the strategies applied; its parameters still have their global shapes."""
 
 
+EXPERTS = frozenset({"layer", "moe"})
+"""Regions with experts in them."""
+
+
 class Native:
     """Our decoder, on the meta device until its parts are made."""
 
@@ -82,6 +86,7 @@ class Native:
         expert.apply(
             module, mesh, router=plan.execution.router, seq_len=seq_len,
             shared_tokens=compose.shared_tokens(mesh.layout, seq_len), deferred=deferred,
+            recomputed=lambda i: not EXPERTS.isdisjoint(plan.execution.recomputed.of(i, self.spec.blocks[i])),
         )  # fmt: skip
         recompute.apply(module, self.spec, plan.execution.recomputed)
         return module

@@ -189,9 +189,12 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Tensor:
         routing = self.router(x_BSD, valid_BS)
         y_BSD = self.experts(x_BSD.flatten(0, 1), routing.experts_TK, routing.weights_TK).view_as(x_BSD)
-        if self.shared is None:
-            return y_BSD  # type: ignore[no-any-return]
+        return y_BSD if self.shared is None else y_BSD + self.shared_output(x_BSD)  # type: ignore[no-any-return]
+
+    def shared_output(self, x_BSD: Tensor) -> Tensor:
+        """What the shared experts add, behind their gate if they have one."""
+        assert self.shared is not None
         shared_BSD = self.shared(x_BSD)
         if self.shared_gate is not None:
             shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
-        return y_BSD + shared_BSD  # type: ignore[no-any-return]
+        return shared_BSD  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@
     reduce_scatter     all_gather
     all_reduce         identity          (each rank's output feeds the same computation)
     all_to_all         all_to_all        (the other way round)
-    exchange           exchange          (rows go back to where they came from)
+    exchange           exchange          (rows go back to where they came from; also in two halves, `Exchange`)
     broadcast_input    all_reduce        (identity forward: the same input feeds every rank's part)
 
 At degree 1 each returns its input and adds nothing to the graph.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.runtime.mesh import Axis
+from fivefold.runtime.mesh import Axis, Handle
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -55,6 +55,34 @@ def exchange(x: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int
 def broadcast_input(x: Tensor, axis: Axis) -> Tensor:
     """The same input to every rank's part of a computation: identity. Backward: all-reduce of x's gradient."""
     return x if axis.degree == 1 else _BroadcastInput.apply(x, axis)
+
+
+class Exchange:
+    """`exchange` in two halves, between which a rank computes what does not depend on it, forward and backward.
+
+    Comm: that of `exchange`. `start` begins it forward and `wait` ends it; backward `wait` begins it, `start` ends it.
+    """
+
+    def __init__(self, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> None:
+        self.axis, self.sends, self.receives = axis, sends, receives
+        self.under_way: Handle | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """What to give to `wait`, and to nothing else."""
+        return _ExchangeStart.apply(x, self)  # type: ignore[no-any-return]
+
+    def wait(self, started: Tensor) -> Tensor:
+        return _ExchangeWait.apply(started, self)  # type: ignore[no-any-return]
+
+    def begin(self, x: Tensor, *, back: bool) -> Tensor:
+        sends, receives = (self.receives, self.sends) if back else (self.sends, self.receives)
+        self.under_way = self.axis.exchange_start(x, sends, receives)
+        return self.under_way.buffer
+
+    def end(self) -> Tensor:
+        assert self.under_way is not None, "nothing is under way"
+        handle, self.under_way = self.under_way, None
+        return handle.wait()
 
 
 class _AllGather(torch.autograd.Function):
@@ -120,6 +148,29 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.exchange(grad, ctx.receives, ctx.sends), None, None, None
+
+
+class _ExchangeStart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.begin(x, back=False)
+        return x.view_as(x)  # of the shape of the gradient that comes back
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.end(), None
+
+
+class _ExchangeWait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _started: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.end()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.begin(grad, back=True), None  # nobody reads it before `end`
 
 
 class _BroadcastInput(torch.autograd.Function):

@@ -152,6 +152,11 @@ class Handle:
     ) -> None:
         self._axis, self._result, self._work, self._join, self._keep = axis, result, work, join, keep
 
+    @property
+    def buffer(self) -> Tensor:
+        """Where the result will be; nothing may read it before `wait`."""
+        return self._result
+
     def wait(self) -> Tensor:
         if self._work is not None:
             started = self._axis.clock.start()

@@ -10,6 +10,9 @@ Tokens that every etp rank has already (tp ranks without sequence parallelism) a
 and weights are all-reduced, and so are the partial sums. A rank can send or receive no row at all. Nothing is padded,
 unless it is asked for under a capacity: then every expert gets the same number of rows, and no counts travel.
 
+While the tokens travel to their experts, a rank computes its shared experts (`overlap`), and their gradients while
+those of the tokens travel back.
+
 A row leaves for each choice (token, expert), sorted by expert, so that rows for one rank are neighbours. What comes is
 sorted by sender, then by expert, and is brought into the order of experts for the grouped products.
 
@@ -30,12 +33,21 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.nn.grouped import grouped_matmul, weight_gradient
-from fivefold.nn.moe import Experts, combine, count
-from fivefold.runtime.collectives import all_gather, all_reduce, broadcast_input, exchange, reduce_scatter
+from fivefold.nn.moe import Experts, MoE, combine, count
+from fivefold.runtime.collectives import (
+    Exchange,
+    all_gather,
+    all_reduce,
+    broadcast_input,
+    exchange,
+    reduce_scatter,
+)
 from fivefold.runtime.deferred import DeferredGradients
 from fivefold.runtime.mesh import Axis
 from fivefold.strategies.expert.copies import Copies
 from fivefold.strategies.expert.replicas import Replicas, share
+
+Meanwhile = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class Padding:
 class DispatchedExperts(Experts):
     """Takes the place of the experts of one layer and holds those of this rank, e = E/ep of width F/etp.
 
-    Shapes: x_TD, experts_TK (int64), weights_TK -> [T, D].
+    Shapes: x_TD, experts_TK (int64), weights_TK -> [T, D]. `meanwhile` is called once, while the tokens travel.
     """
 
     def __init__(self, experts: nn.Module, cut: Cut) -> None:
@@ -86,14 +98,16 @@ class DispatchedExperts(Experts):
         if self._copies is not None:
             self._copies.forget()
 
-    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, meanwhile: Meanwhile | None = None
+    ) -> Tensor:
         etp = self._cut.etp
         if self._cut.same_tokens:
             x_TD, weights_TK = broadcast_input(x_TD, etp), broadcast_input(weights_TK, etp)
-            return all_reduce(self._exchanged(x_TD, experts_TK, weights_TK), etp)
+            return all_reduce(self._exchanged(x_TD, experts_TK, weights_TK, meanwhile), etp)
         x_TD, weights_TK = all_gather(x_TD, etp, 0), all_gather(weights_TK, etp, 0)
         experts_TK = etp.all_gather(experts_TK, 0)
-        return reduce_scatter(self._exchanged(x_TD, experts_TK, weights_TK), etp, 0)
+        return reduce_scatter(self._exchanged(x_TD, experts_TK, weights_TK, meanwhile), etp, 0)
 
     def compute(self, x_RD: Tensor, counts_E: Tensor, own_rows: int = 0) -> Tensor:
         """Rows sorted by slot through their experts; with copies, the first `own_rows` are of homes."""
@@ -110,12 +124,14 @@ class DispatchedExperts(Experts):
             return grouped_matmul(x_RD, weight, counts_E)
         return _Deferring.apply(x_RD, weight, counts_E, self._cut.deferred)  # type: ignore[no-any-return]
 
-    def _exchanged(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _exchanged(
+        self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, meanwhile: Meanwhile | None
+    ) -> Tensor:
         route = self._route(experts_TK)
         if self.tell is not None:
             self.tell(sum(route.receives))
         compute = partial(self.compute, own_rows=route.own_rows)
-        return exchanged(x_TD, weights_TK, route, self._cut.ep, compute)
+        return exchanged(x_TD, weights_TK, route, self._cut.ep, compute, meanwhile)
 
     def _route(self, experts_TK: Tensor) -> Route:
         ep, padded, here = self._cut.ep, self._cut.padded, self.gate.shape[0]
@@ -126,17 +142,44 @@ class DispatchedExperts(Experts):
         return padded_route(experts_TK, here, ep, experts_TK.shape[0] // padded.tokens * padded.capacity)
 
 
+def overlap(moe: MoE) -> None:
+    """Let shared experts compute while tokens travel: the same products and sums, in another order."""
+
+    def forward(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Tensor:
+        shared: list[Tensor] = []
+        routing = moe.router(x_BSD, valid_BS)
+        y_TD = moe.experts(
+            x_BSD.flatten(0, 1), routing.experts_TK, routing.weights_TK,
+            lambda: shared.append(moe.shared_output(x_BSD)),
+        )  # fmt: skip
+        return y_TD.view_as(x_BSD) + shared[0]  # type: ignore[no-any-return]
+
+    moe.forward = forward  # type: ignore[method-assign]
+
+
 def exchanged(
-    x_TD: Tensor, weights_TK: Tensor, route: Route, ep: Axis, compute: Callable[[Tensor, Tensor], Tensor]
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    route: Route,
+    ep: Axis,
+    compute: Callable[[Tensor, Tensor], Tensor],
+    meanwhile: Meanwhile | None = None,
 ) -> Tensor:
     """The weighted sum of what the chosen experts make of each token, or this etp rank's part of it.
 
     `compute`: rows [R, D] sorted by expert, and how many each expert of this rank has [e] -> [R, D].
+    `meanwhile`: what a rank does while rows travel to their experts; only at ep > 1.
     """
     rows_RD = x_TD[route.order_R // weights_TK.shape[1]]
     if route.slots_R is not None:
         rows_RD = x_TD.new_zeros(sum(route.sends), x_TD.shape[1]).index_copy(0, route.slots_R, rows_RD)
-    rows_RD = exchange(rows_RD, ep, route.sends, route.receives)
+    if meanwhile is None:
+        rows_RD = exchange(rows_RD, ep, route.sends, route.receives)
+    else:
+        under_way = Exchange(ep, route.sends, route.receives)
+        started = under_way.start(rows_RD)
+        meanwhile()
+        rows_RD = under_way.wait(started)
     if route.by_expert_R is None:
         rows_RD = compute(rows_RD, route.counts_E)
     else:

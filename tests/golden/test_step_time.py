@@ -35,9 +35,11 @@ def test_a_calibration_lowers_them() -> None:
 
 
 LIMITS = {
-    "all": 0.125, "vtrain-ground-truth-single": 0.10, "vtrain-ground-truth-multi": 0.095, "mosaicml": 0.12,
-    "Zero Bubble": 0.09, "Folding": 0.13, "megatron-bridge": 0.23, "bloom": 0.19, "torchtitan": 0.2,
+    "all": 0.11, "vtrain-ground-truth-single": 0.105, "vtrain-ground-truth-multi": 0.05, "mosaicml": 0.12,
+    "Zero Bubble": 0.095, "Folding": 0.10, "megatron-bridge": 0.125, "bloom": 0.205, "torchtitan": 0.115,
+    "SC21": 0.08, "Reducing": 0.05, "nemo": 0.195,
 }  # fmt: skip
+"""Recorded figures, up to half a percent above what they were when last measured."""
 
 
 @pytest.mark.parametrize("part", ["source", "model_name"])

@@ -5,7 +5,9 @@ A coefficient is positive. Its value for one job is
     value = common x hardware[h] x software[s]
 
 where h is the family of the device and s the era of the training software (`software.era`). The factors are 1 where
-nothing was measured. Beliefs are log-normal: `spread` is the standard deviation of the logarithm.
+nothing was measured. Beliefs are log-normal: `spread` is how far the logarithm may be off anywhere. A part of it
+(`GENERAL`) is common to all runs of a family, of an era or of all, and a part (`LOCAL`) to the runs of one cluster
+(hosts, switches, builds, tuning), of which other clusters say nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from fivefold.estimate.jobs import Column, Jobs
 
 COMMON = "all"
+GENERAL, LOCAL = 0.3, 0.5
+"""Standard deviations of both parts over the spread. With more, odd runs of one cluster spoil the predictions of
+others, and odd models those of others in it: the rest is left to the correction, which stays near to its runs."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,13 @@ class Coefficients:
             return self.spread[key]
         belief = self.beliefs[key[0]]
         if key[1] == COMMON:
-            return belief.spread
-        return belief.software if key[1] in eras() else belief.hardware
+            return GENERAL * belief.spread
+        return GENERAL * (belief.software if key[1] in eras() else belief.hardware)
+
+    def local_spread(self, name: str) -> float:
+        """Standard deviation of the logarithm of a coefficient from one cluster to another, all else being equal."""
+        belief = self.beliefs[name]
+        return LOCAL * math.hypot(belief.spread, belief.hardware, belief.software)
 
 
 @cache

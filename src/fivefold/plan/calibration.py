@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fivefold.plan.fit import Fit
 
 KIND = "fivefold calibration"
-VERSION = 1
+VERSION = 2
 MOST_RUNS = 1500
 """More runs are thinned evenly: a fit takes time with the cube of their number."""
 FEWEST_RUNS = 3

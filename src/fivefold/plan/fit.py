@@ -32,7 +32,7 @@ LEAST_WEIGHT = 0.02
 LONGEST_STEP = 0.5
 STEPS = 8
 NOISES = (0.01, 0.02, 0.04, 0.08)
-KERNELS = (0.05, 0.1, 0.2)
+KERNELS = (0.05, 0.1, 0.2, 0.3, 0.4)
 LAYOUTS = (0.03, 0.08)
 SURE = 0.3
 """How sure the usual scales are: standard deviation of the logarithm of each."""
@@ -64,6 +64,8 @@ class Fit:
     """[R, C]"""
     spread: Matrix
     """[C, C] covariance of the coefficients."""
+    own: Matrix
+    """[R, names] change with coefficients that are the cluster's own, in their standard deviations."""
     left_out: float = 0.0
     """Median error of a run that is predicted from all others."""
     near: float = 1.0
@@ -98,6 +100,14 @@ def jacobian(jobs: Jobs, coefficients: Coefficients, keys: list[Key]) -> tuple[C
         on = (key == COMMON) | (jobs.hardware == key) | (jobs.software == key)
         found[:, i] = np.where(on, changes[name], 0.0)
     return base, found
+
+
+def own_changes(changes: Matrix, keys: list[Key], coefficients: Coefficients) -> Matrix:
+    """[n, names] from [n, keys]: the change with each coefficient, in standard deviations from cluster to cluster."""
+    import numpy as np
+
+    common = [i for i, key in enumerate(keys) if key[1] == COMMON]
+    return changes[:, common] * np.array([coefficients.local_spread(keys[i][0]) for i in common])
 
 
 def fit(jobs: Jobs, measured_s: Column, prior: Coefficients, *, scales: Scales | None = None) -> Fit:
@@ -168,11 +178,11 @@ def predict(jobs: Jobs, fitted: Fit) -> tuple[Column, Column]:
     ]
     base, changes = jacobian(jobs, fitted.coefficients, fitted.keys + others)
     mine, unknown = changes[:, : len(fitted.keys)], changes[:, len(fitted.keys) :]
-    here = places(jobs)
-    shared = covariance(here, fitted.at, fitted.scales)
+    here, own = places(jobs), own_changes(mine, fitted.keys, fitted.coefficients)
+    shared = covariance(here, fitted.at, fitted.scales, (own, fitted.own))
     pulled = shared @ fitted.inverse
     left = mine - pulled @ fitted.jacobian
-    variance = fitted.scales.variance - np.einsum("ij,ij->i", pulled, shared)
+    variance = fitted.scales.variance + (own * own).sum(axis=1) - np.einsum("ij,ij->i", pulled, shared)
     variance = variance + np.einsum("ij,jk,ik->i", left, fitted.spread, left) + fitted.scales.noise**2
     if others:
         variance = variance + unknown**2 @ np.array(
@@ -219,11 +229,13 @@ def belief(
         keys = prior.keys_for(jobs.hardware.tolist(), jobs.software.tolist())
         _, changes = jacobian(jobs, prior, keys)
         believed = np.array([prior.prior_spread(key) ** 2 for key in keys])
-        return covariance(at, at, scales) + (changes * believed) @ changes.T, scales.noise
+        own = own_changes(changes, keys, prior)
+        return covariance(at, at, scales, (own, own)) + (changes * believed) @ changes.T, scales.noise
     _, theirs = jacobian(jobs, known.coefficients, known.keys)
-    shared = covariance(at, known.at, scales)
+    own = own_changes(theirs, known.keys, known.coefficients)
+    shared = covariance(at, known.at, scales, (own, known.own))
     left = theirs - shared @ known.inverse @ known.jacobian
-    here = covariance(at, at, scales) - shared @ known.inverse @ shared.T
+    here = covariance(at, at, scales, (own, own)) - shared @ known.inverse @ shared.T
     return here + left @ known.spread @ left.T, scales.noise
 
 
@@ -247,9 +259,10 @@ class _Problem:
         """Gauss-Newton steps from where it stands, weights of odd runs renewed at each."""
         import numpy as np
 
-        shared = covariance(self.at, self.at, scales)
         for step in range(steps + 1):
             base, J = jacobian(self.jobs, self.coefficients, self.keys)
+            own = own_changes(J, self.keys, self.prior)
+            shared = covariance(self.at, self.at, scales, (own, own))
             inverse = np.linalg.inv(shared + np.diag(scales.noise**2 / self.weights))
             spread = np.linalg.inv(J.T @ inverse @ J + np.diag(1 / self.believed))
             if step == steps:
@@ -271,6 +284,7 @@ class _Problem:
             inverse,
             J,
             spread,
+            own,
         )
 
     def _errors(self, rows: Any) -> tuple[Column, Matrix]:
@@ -284,19 +298,19 @@ class _Problem:
 
         rows = np.linspace(0, len(self.log_s) - 1, min(TRIED_RUNS, len(self.log_s))).astype(int)
         errors, J = self._errors(rows)
-        at = self.at.take(rows)
+        at, own = self.at.take(rows), own_changes(J, self.keys, self.prior)
         by_coefficients = (J * self.believed) @ J.T
 
         def score(scales: Scales) -> float:
             noise = np.diag(scales.noise**2 / self.weights[rows])
-            inverse = np.linalg.inv(covariance(at, at, scales) + by_coefficients + noise)
-            own = np.diag(inverse)
-            unit = inverse @ errors / np.sqrt(own)
+            inverse = np.linalg.inv(covariance(at, at, scales, (own, own)) + by_coefficients + noise)
+            sure = np.diag(inverse)
+            unit = inverse @ errors / np.sqrt(sure)
             robust = np.where(np.abs(unit) < HUBER, unit**2 / 2, HUBER * np.abs(unit) - HUBER**2 / 2)
             usual = [
                 getattr(scales, name) / getattr(Scales(), name) for name in ("noise", "kernels", "layout")
             ]
-            return float((np.log(own) / 2 - robust).sum() - (np.log(usual) ** 2).sum() / (2 * SURE**2))
+            return float((np.log(sure) / 2 - robust).sum() - (np.log(usual) ** 2).sum() / (2 * SURE**2))
 
         tried = [Scales(noise=n, kernels=k, layout=a) for n, k, a in product(NOISES, KERNELS, LAYOUTS)]
         return max(tried, key=score)
@@ -313,7 +327,9 @@ class _Problem:
         errors, J = self._errors(rows)
         scales = fitted.scales
         noise = np.diag(scales.noise**2 / self.weights)
-        inverse = np.linalg.inv(covariance(self.at, self.at, scales) + (J * self.believed) @ J.T + noise)
+        own = own_changes(J, self.keys, self.prior)
+        shared = covariance(self.at, self.at, scales, (own, own))
+        inverse = np.linalg.inv(shared + (J * self.believed) @ J.T + noise)
         solved = inverse @ errors
         single = np.abs(solved) / np.sqrt(np.diag(inverse))
         group = np.unique(np.round(self.at.model, 6), axis=0, return_inverse=True)[1].ravel()

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
+from fivefold.catalog.clusters import resolve
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.errors import UserError
 from fivefold.estimate import stacks
-from fivefold.estimate.memory import Job, Measure, MemoryEstimate, estimate, numerics
+from fivefold.estimate.memory import USABLE, Job, Measure, MemoryEstimate, estimate, numerics
 from fivefold.estimate.recompute import Recompute
 from fivefold.plan.completed import completed
 from fivefold.strategies.pipeline.placement import even_counts
@@ -59,6 +60,32 @@ def predicted_gib(row: Row) -> float | str:
         return peak_gib(row, estimate(job))
     except UserError as error:
         return str(error)
+
+
+def measured_gib(row: Row) -> float | None:
+    """What was measured: a peak, or states and activations; None where nothing was, or the run ran out of memory."""
+    if row.get("oom"):
+        return None
+    parts = row.get("mem_static_gib"), row.get("mem_act_gib")
+    found = row.get("peak_mem_gib") or (sum(parts) if all(parts) else None)
+    return float(found) if found else None
+
+
+def fits(row: Row) -> str | None:
+    """Whether a row with a label (`oom`) fits its device: yes, no, or unsure. None: no label, or nothing follows.
+
+    A run that ran out of memory and yet lists its peak says nothing: that is not what it would have needed.
+    """
+    if row.get("oom") is None or (row["oom"] and row.get("peak_mem_gib")):
+        return None
+    job = job_of_row(row)
+    if isinstance(job, str):
+        return None
+    try:
+        capacity = resolve(f"8 {row.get('gpu')}").nodes[0].memory_bytes or 0
+        return estimate(job).fits(capacity * USABLE)
+    except UserError:
+        return None
 
 
 def peak_gib(row: Row, memory: MemoryEstimate) -> float:

@@ -1,10 +1,12 @@
 """The local correction: what a measured run says of runs like it, beyond the coefficients. A Gaussian process.
 
-The logarithm of measured over predicted time is taken as a sum of three parts: one that all runs of a framework on a
-device family share, one that runs of like models share, one that runs with like kernels share (their shapes follow from
-the model, tp, micro-batch and sequence), and one that runs of like layouts share besides; and noise:
+A cluster is a framework on a device family and a network. The logarithm of measured over predicted time is taken as a
+sum of parts: one that all runs of a cluster share, one that runs of like models share, one that runs with like kernels
+share (their shapes follow from the model, tp, micro-batch and sequence), one that runs of like layouts share besides,
+and coefficients that differ from what other clusters have; and noise:
 
-    k(a, b) = [same framework and family] (stack^2 + model^2 r(d_model) + kernels^2 r(d_kernels) + layout^2 r(d_all))
+    k(a, b) = [same cluster] (stack^2 + model^2 r(d_model) + kernels^2 r(d_kernels) + layout^2 r(d_all)
+                              + what coefficients that are the cluster's own change at a, times that at b)
               + [a is b] noise^2
     r(d) = (1 + d) exp(-d)
 
@@ -45,9 +47,9 @@ LAYOUT = {
 class Scales:
     """Standard deviations of the parts, in logarithms: 0.05 is about 5 %."""
 
-    stack: float = 0.06
-    model: float = 0.05
-    kernels: float = 0.2
+    stack: float = 0.02
+    model: float = 0.02
+    kernels: float = 0.3
     layout: float = 0.03
     noise: float = 0.01
 
@@ -59,18 +61,18 @@ class Scales:
 
 @dataclass(frozen=True)
 class Places:
-    """Where jobs stand: the key that they must share, and coordinates in which distances are taken."""
+    """Where jobs stand: the cluster that they must share, and coordinates in which distances are taken."""
 
-    stack: NDArray[np.str_]
+    cluster: NDArray[np.str_]
     model: Matrix
     kernels: Matrix
     layout: Matrix
 
     def __len__(self) -> int:
-        return len(self.stack)
+        return len(self.cluster)
 
     def take(self, rows: Any) -> Places:
-        return Places(self.stack[rows], self.model[rows], self.kernels[rows], self.layout[rows])
+        return Places(self.cluster[rows], self.model[rows], self.kernels[rows], self.layout[rows])
 
 
 DEGREES_AND_SIZES = (
@@ -112,8 +114,9 @@ def places(jobs: Jobs) -> Places:
         "slow_softmax": of_block([slow_softmax(block, jobs) for block in jobs.blocks]),
         "frozen": 1.0 * jobs.frozen, "sequence_parallel": 1.0 * jobs.sequence_parallel, "release": jobs.release,
     }  # fmt: skip
+    network = np.round(values["network"], 1)  # octaves: rates of one network that differ by less are the same
     return Places(
-        np.char.add(np.char.add(jobs.stack, "\n"), jobs.hardware),
+        np.char.add(np.char.add(np.char.add(jobs.stack, "\n"), jobs.hardware), network.astype(str)),
         *(
             np.stack([values[name] / unit for name, unit in units.items()], axis=1)
             for units in (MODEL, KERNELS, LAYOUT)
@@ -121,9 +124,12 @@ def places(jobs: Jobs) -> Places:
     )
 
 
-def covariance(a: Places, b: Places, scales: Scales) -> Matrix:
-    """[a, b] covariance of the correction, without noise."""
-    same = a.stack[:, None] == b.stack[None, :]
+def covariance(a: Places, b: Places, scales: Scales, own: tuple[Matrix, Matrix]) -> Matrix:
+    """[a, b] covariance of the correction, without noise.
+
+    `own`: [a, names] and [b, names], change of the logarithm with coefficients that are a cluster's own.
+    """
+    same = a.cluster[:, None] == b.cluster[None, :]
     model = _squares(a.model, b.model)
     kernels = model + _squares(a.kernels, b.kernels)
     layout = kernels + _squares(a.layout, b.layout)
@@ -132,13 +138,14 @@ def covariance(a: Places, b: Places, scales: Scales) -> Matrix:
         + scales.model**2 * _matern(model)
         + scales.kernels**2 * _matern(kernels)
         + scales.layout**2 * _matern(layout)
+        + own[0] @ own[1].T
     )
     return total
 
 
 def nearness(a: Places, b: Places) -> Matrix:
-    """[a, b] how alike the models are, 0 to 1; 0 where framework or family differ."""
-    near: Matrix = (a.stack[:, None] == b.stack[None, :]) * _matern(_squares(a.model, b.model))
+    """[a, b] how alike the models are, 0 to 1; 0 where the cluster differs."""
+    near: Matrix = (a.cluster[:, None] == b.cluster[None, :]) * _matern(_squares(a.model, b.model))
     return near
 
 

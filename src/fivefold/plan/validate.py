@@ -60,6 +60,8 @@ class Report:
     scores: Scores
     memory: list[tuple[Row, float]]
     """Rows with a measured peak, and the error of the predicted one."""
+    labels: list[tuple[Row, bool]]
+    """Rows that say whether they ran out of memory, and whether the estimate does not say the opposite."""
     fitted: list[Row]
     """Rows that took part in a fit."""
     skipped: list[tuple[Row, str]]
@@ -70,6 +72,7 @@ class Report:
         return {
             "step_time": statistics(self.scores.errors),
             "memory": statistics([error for _, error in self.memory]),
+            "feasibility": {"n": len(self.labels), "wrong": sum(not right for _, right in self.labels)},
             "ranking": _ranking(self.scores),
             **_intervals(self.scores),
             "by_source": self.by_source(),
@@ -124,19 +127,17 @@ def validate(
     timed = np.isfinite(priced.measured_s)
     toys = np.array([row.tier_time == TOYS for row in priced.rows], dtype=bool)
     usable = timed & ~toys
-    memory = _memory(rows)
-    counted = {id(row) for row, _ in memory} | {id(row) for row in rows if row.peak_mem_gib is not None}
+    memory, labels = _memory(rows), _labels(rows)
+    counted = {id(row) for row, _ in [*memory, *labels]}
     skipped = [pair for pair in priced.skipped if id(pair[0]) not in counted]
     skipped += [
-        (row, "a toy model: its time is that of the host" if toy else "has no measured step time")
-        for row, toy, ok in zip(priced.rows, toys, usable)
-        if not ok and id(row) not in counted
+        (row, _unscored(row)) for row, ok in zip(priced.rows, usable) if not ok and id(row) not in counted
     ]
     taught = set() if folds and prior is not None else set(identities(price(_teachers(calibration))))
     known = np.array([one in taught for one in identities(priced)], dtype=bool)
     in_sample = bool(usable.any() and (known | ~usable).all())
     scored = np.flatnonzero(usable & (~known | in_sample))
-    if not len(scored) and not memory:
+    if not len(scored) and not memory and not labels:
         raise RecordError(
             f"none of {len(rows)} rows can be scored: "
             f"{skipped[0][1] if skipped else 'none has a measured time or peak of memory'} (line {rows[0].line})"
@@ -147,7 +148,15 @@ def validate(
     if in_sample and not folds:
         scores = replace(scores, in_sample=True)
     fitted = [priced.rows[i] for i in np.flatnonzero(known & usable)] if not in_sample else []
-    return Report(scores, memory, fitted, sorted(skipped, key=lambda pair: pair[0].line), rows)
+    return Report(scores, memory, labels, fitted, sorted(skipped, key=lambda pair: pair[0].line), rows)
+
+
+def _unscored(row: Row) -> str:
+    if row.tier_time == TOYS:
+        return "a toy model: its time is that of the host"
+    if row.oom and row.peak_mem_gib:
+        return "ran out of memory: its peak is not what it would have needed"
+    return "has no measured step time"
 
 
 def statistics(errors: Any) -> dict[str, Any]:
@@ -242,12 +251,20 @@ _MODEL = ("model_name", "layers", "hidden", "heads", "ffn_hidden", "experts", "m
 
 def _memory(rows: list[Row]) -> list[tuple[Row, float]]:
     """Error of the predicted peak of memory, of rows that have a measured one and did not run out of it."""
-    from fivefold.plan.memory_rows import predicted_gib
+    from fivefold.plan.memory_rows import measured_gib, predicted_gib
 
     found = []
     for row in rows:
-        if row.peak_mem_gib and not row.oom:
+        if measured := measured_gib(row.values):
             predicted = predicted_gib(row.values)
             if not isinstance(predicted, str):
-                found.append((row, predicted / row.peak_mem_gib - 1))
+                found.append((row, predicted / measured - 1))
     return found
+
+
+def _labels(rows: list[Row]) -> list[tuple[Row, bool]]:
+    """Whether the estimate agrees with rows that say whether they ran out of memory; unsure is no disagreement."""
+    from fivefold.plan.memory_rows import fits
+
+    said = [(row, fits(row.values)) for row in rows]
+    return [(row, word != ("yes" if row.oom else "no")) for row, word in said if word is not None]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fivefold.errors import RecordError
-from fivefold.estimate.coefficients import Coefficients, beliefs, shipped
+from fivefold.estimate.coefficients import COMMON, Coefficients, beliefs, shipped
 from fivefold.plan import calibration, fit
 from fivefold.plan.priced import Priced, price
 from fivefold.plan.residual import Scales, covariance, places
@@ -44,6 +44,14 @@ def truth(**log: float) -> Coefficients:
     return Coefficients(beliefs(), {(name, "all"): value for name, value in log.items()})
 
 
+@pytest.fixture
+def all_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a coefficient is a cluster's own: what runs show is what coefficients become."""
+    monkeypatch.setattr("fivefold.estimate.coefficients.GENERAL", 1.0)
+    monkeypatch.setattr("fivefold.estimate.coefficients.LOCAL", 0.0)
+
+
+@pytest.mark.usefixtures("all_in_common")
 def test_planted_coefficients_are_found() -> None:
     planted = truth(gemm_16bit=-0.1, launch=0.4, tp_exposed=-0.3)
     jobs = priced(runs()).jobs
@@ -55,6 +63,7 @@ def test_planted_coefficients_are_found() -> None:
         assert total == pytest.approx(expected, abs=0.1)
 
 
+@pytest.mark.usefixtures("all_in_common")
 def test_one_odd_run_loses_its_weight() -> None:
     jobs = priced(runs()).jobs
     measured = np.exp(fit.log_times(jobs, truth(gemm_16bit=-0.1)))
@@ -63,6 +72,20 @@ def test_one_odd_run_loses_its_weight() -> None:
     assert found.weights[7] == found.weights.min() < 0.2
     others = np.arange(len(measured)) != 7
     assert np.abs(fit.log_times(jobs, found.coefficients) - np.log(measured))[others].max() < 0.05
+
+
+def test_runs_of_one_cluster_say_little_of_another() -> None:
+    """A cluster on which launches take half as long again is learnt there, and moves others by a fraction of that."""
+    jobs = priced(runs()).jobs
+    slow = np.exp(fit.log_times(jobs, truth(launch=0.4)))
+    found = fit.fit(jobs, slow, Coefficients(beliefs()), scales=STIFF)
+    here, _ = fit.predict(jobs, found)
+    assert here == pytest.approx(np.log(slow), abs=0.03)
+    other = priced(runs(framework="NeMo/Megatron-Core")).jobs
+    there, _ = fit.predict(other, found)
+    before = fit.log_times(other, Coefficients(beliefs()))
+    moved, whole = there - before, np.log(slow) - fit.log_times(jobs, Coefficients(beliefs()))
+    assert 0 < moved.max() < 0.5 * whole.max()
 
 
 def test_the_correction_learns_what_no_coefficient_says() -> None:
@@ -79,13 +102,16 @@ def test_the_correction_learns_what_no_coefficient_says() -> None:
     assert fit.predict(far, found)[1].mean() > 2 * sigma.mean()
 
 
-def test_another_framework_is_not_corrected() -> None:
-    a, b = priced(runs()).jobs, priced(runs(framework="torchtitan")).jobs
-    assert covariance(places(a), places(a), Scales()).min() > 0
-    assert not covariance(places(a), places(b), Scales()).any()
-    own = covariance(places(a), places(a), Scales())
-    assert np.diag(own) == pytest.approx(Scales().variance)
-    assert np.linalg.eigvalsh(own).min() > -1e-9
+@pytest.mark.parametrize("change", [{"framework": "torchtitan"}, {"interconnect": "100 Gb/s per GPU"}])
+def test_another_cluster_is_not_corrected(change: dict[str, Any]) -> None:
+    a, b = priced(runs()).jobs, priced(runs(**change)).jobs
+    keys = [("launch", COMMON), ("link", COMMON)]
+    changes = fit.own_changes(np.linspace(0.1, 1, 2 * len(a)).reshape(-1, 2), keys, Coefficients(beliefs()))
+    shared = covariance(places(a), places(a), Scales(), (changes, changes))
+    assert shared.min() > 0
+    assert not covariance(places(a), places(b), Scales(), (changes, changes)).any()
+    assert np.diag(shared) == pytest.approx(Scales().variance + (changes**2).sum(axis=1))
+    assert np.linalg.eigvalsh(shared).min() > -1e-9
 
 
 def test_a_fit_does_not_depend_on_the_order_of_runs() -> None:

@@ -161,7 +161,8 @@ def test_nothing_that_was_measured_takes_part_in_a_job() -> None:
         ("Megatron-Bridge", "26.06 NeMo Container", "megatron-2026b"),
         ("composer/FSDP1", "2024-04", "fsdp"),
         ("NeMo AutoModel (PyTorch FSDP2)", "2026-01", "fsdp-2026"),
-        ("Megatron-LM + DeepSpeed ZeRO-3", "2021", "deepspeed"),
+        ("Megatron-LM + DeepSpeed ZeRO-3", "2021", "deepspeed-2021"),
+        ("Megatron-LM + DeepSpeed ZeRO-3", "2023", "deepspeed"),
         ("my own", "", "other"),
     ],
 )

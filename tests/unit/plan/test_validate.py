@@ -16,7 +16,7 @@ from fivefold.plan.ranking import rank
 from fivefold.plan.runs_table import Row
 from fivefold.plan.validate import statistics, validate
 
-STEP = ("step_time", "memory", "ranking", "interval_coverage", "by_source", "skipped")
+STEP = ("step_time", "memory", "feasibility", "ranking", "interval_coverage", "by_source", "skipped")
 """Keys of --json that others read."""
 
 
@@ -129,3 +129,27 @@ def test_rows_are_skipped_with_a_reason_and_counted() -> None:
     assert summary["by_source"]["here"]["skipped"] == 3
     with pytest.raises(RecordError, match="none of 1 rows can be scored"):
         validate([unknown])
+
+
+def test_labels_of_memory_are_judged_and_counted() -> None:
+    """A hundred GB of states on one device: it cannot have fitted, and did not."""
+    bare = {k: v for k, v in table()[0].values.items() if k != "iter_time_s"}
+    large = {**bare, "layers": 96, "hidden": 8192, "num_gpus": 1, "tp": 1, "global_batch": 1}
+    rows = [
+        Row(30, {**large, "oom": True}),
+        Row(31, {**large, "oom": False}),
+        Row(32, {**bare, "oom": False}),
+    ]
+    summary = validate(rows).summary()
+    assert summary["feasibility"] == {"n": 3, "wrong": 1}
+    assert summary["skipped"] == []
+    listed = Row(33, {**large, "oom": True, "peak_mem_gib": 54.8})
+    (skipped,) = validate([*table(), listed]).summary()["skipped"]
+    assert skipped["reason"].startswith("ran out of memory")
+
+
+def test_states_and_activations_together_are_a_measured_peak() -> None:
+    bare = {k: v for k, v in table()[0].values.items() if k != "iter_time_s"}
+    whole = validate([Row(1, {**bare, "peak_mem_gib": 12.0})]).summary()["memory"]
+    parts = validate([Row(1, {**bare, "mem_static_gib": 7.0, "mem_act_gib": 5.0})]).summary()["memory"]
+    assert whole == parts

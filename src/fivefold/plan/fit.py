@@ -107,7 +107,8 @@ def own_changes(changes: Matrix, keys: list[Key], coefficients: Coefficients) ->
     import numpy as np
 
     common = [i for i, key in enumerate(keys) if key[1] == COMMON]
-    return changes[:, common] * np.array([coefficients.local_spread(keys[i][0]) for i in common])
+    own: Matrix = changes[:, common] * np.array([coefficients.local_spread(keys[i][0]) for i in common])
+    return own
 
 
 def fit(jobs: Jobs, measured_s: Column, prior: Coefficients, *, scales: Scales | None = None) -> Fit:

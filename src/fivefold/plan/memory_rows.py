@@ -66,9 +66,10 @@ def measured_gib(row: Row) -> float | None:
     """What was measured: a peak, or states and activations; None where nothing was, or the run ran out of memory."""
     if row.get("oom"):
         return None
-    parts = row.get("mem_static_gib"), row.get("mem_act_gib")
-    found = row.get("peak_mem_gib") or (sum(parts) if all(parts) else None)
-    return float(found) if found else None
+    if row.get("peak_mem_gib"):
+        return float(row["peak_mem_gib"])
+    states, activations = row.get("mem_static_gib"), row.get("mem_act_gib")
+    return float(states + activations) if states and activations else None
 
 
 def fits(row: Row) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from fivefold.core.layout import Layout
-from fivefold.verify.cause import Cause, find_cause, name_axis
-from fivefold.verify.compare import Errors, Key
+from fivefold.verify.cause import Cause, experts_in_norm, find_cause, name_axis
+from fivefold.verify.compare import Errors, Key, Whole
 
 BOUND = 1e-10
 COUNTS = {
@@ -265,9 +266,77 @@ def test_the_guilty_option(text: str, fails: Callable[[Layout], bool], said: str
         ("dp2 tp2 pp2", lambda cut: cut.tp > 1, "axis tp: with tp = 1 the difference is gone"),
         ("dp2 tp2", lambda cut: cut.tp > 1 and cut.dp > 1, "axes tp and dp together"),
         ("dp2 tp2", lambda cut: True, "the difference stays whichever of tp, dp is set to 1"),
+        ("dp2 ep2", lambda cut: cut.ep > 1, "axis ep: with ep = 1 the difference is gone"),
+        ("dp2 tp2 ep2", lambda cut: cut.ep > 1 and cut.tp > 1, "axes tp and ep together"),
         ("dp2", lambda cut: False, "axis dp: with dp = 1 the difference is gone"),
         ("dp2", lambda cut: True, "not axis dp: with dp = 1 the difference stays"),
     ],
 )
 def test_the_guilty_axis(text: str, fails: Callable[[Layout], bool], said: str) -> None:
     assert name_axis(Layout.parse(text), fails).startswith(said)
+
+
+def test_the_choice_of_experts_comes_before_the_output_of_its_layer() -> None:
+    choice: Key = ("routed_experts", "layers.1.mlp.router sgd step 1")
+    outputs: list[Key] = [("activations", f"layers.{i} step 1") for i in (1, 2)]
+    found = cause(dict.fromkeys([*outputs, choice], 0.5))
+    assert found.text.startswith(
+        "the choice of experts of layers.1.mlp.router in step 1 is the first to differ (1 of 1"
+    )
+    earlier: Key = ("activations", "layers.0 step 1")
+    assert cause(dict.fromkeys([earlier, choice], 0.5)).first_module == "layers.0"
+
+
+def test_inside_a_layer_backward_goes_from_its_end() -> None:
+    names = [
+        "attention.output",
+        "attention_norm",
+        "mlp_norm",
+        "mlp.router",
+        "mlp.experts.down",
+        "mlp.shared.down",
+    ]
+    keys: list[Key] = [("gradients", f"layers.3.{name}.weight step 1") for name in names]
+    firsts = []
+    while keys:
+        firsts.append(cause(dict.fromkeys(keys, 0.5)).first_module)
+        keys = [key for key in keys if not key[1].startswith(f"{firsts[-1]}.")]
+    order = [
+        "mlp.experts.down",
+        "mlp.router",
+        "mlp.shared.down",
+        "mlp_norm",
+        "attention.output",
+        "attention_norm",
+    ]
+    assert firsts == [f"layers.3.{name}" for name in order]
+
+
+def test_which_number_of_a_router_is_told_wrongly() -> None:
+    keys: list[Key] = [("routing", f"layers.{i}.mlp.router z sgd step 1") for i in (2, 5)]
+    assert cause(dict.fromkeys(keys, 0.5)).text.startswith(
+        "what is told of layers.2.mlp.router (z) in step 1 is"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counted", "said"),
+    [
+        (0.0, "exactly 0.000x"),
+        (2.0, "exactly 2.000x, which is tp"),
+        (0.25, "exactly 0.250x, which is 1 / dp"),
+        (1.3, ""),
+    ],
+)
+def test_how_often_a_norm_counts_experts(counted: float, said: str) -> None:
+    """Dense gradients of 2 and 3, experts of 1 and 4; nothing is said of a number that counts nothing."""
+    experts = np.array([1.0, 4.0])
+
+    def of_norm(norm: float) -> dict[Key, Whole]:
+        one = np.ones((), dtype=bool)
+        return {("grad_norm", "sgd step 1"): Whole(np.array(norm), one, "")}
+
+    reference = of_norm((13 + 17) ** 0.5) | {("gradients", "e step 1"): Whole(experts, experts > 0, "")}
+    told = experts_in_norm(of_norm((13 + counted * 17) ** 0.5), reference, ["e"], BOUND, COUNTS)
+    assert told == (f"; in it the squares of experts count {said}" if said else "")
+    assert experts_in_norm(of_norm(1.0), of_norm(2.0), [], BOUND, COUNTS) == ""

@@ -43,7 +43,7 @@ FAST = [("dp2 ep2 zero1", 0), ("tp2 ep2", 2), ("cp2 pp2:zbh1 ep2", 1)]
 MORE = [
     ("dp2 ep2", 0), ("dp4 ep4", 2), ("dp4 ep2 zero2", 1), ("dp4 ep2 zero3", 2), ("dp4 ep2 zero1/2", 0),
     ("dp2 tp2 etp2 ep2 zero3", 0), ("dp2 tp2 nosp ep2 etp2", 2), ("cp2:ulysses ep2", 2), ("dp8 ep4 zero3/4", 0),
-    ("pp2:zbv dp2 ep2", 1), ("pp3 tp2 ep2", 1), ("pp2:bfs@1+2 dp2 ep2", 0), ("dp2 tp2 pp2 ep2 zero1", 2),
+    ("pp2:zbh1 dp2 ep2", 1), ("pp3 tp2 ep2", 1), ("pp2:bfs@1+2 dp2 ep2", 0), ("dp2 tp2 pp2 ep2 zero1", 2),
 ]  # fmt: skip
 ONCE = ExpertsConfig(rebalance_every=1)
 STEPS = 3

@@ -50,6 +50,7 @@ TORCH_FREE = (
     "fivefold.strategies.pipeline.schedules",
     "fivefold.strategies.pipeline.placement",
     "fivefold.strategies.expert.placement",
+    "fivefold.strategies.expert.replicas",
 )
 """Modules and folders whose source does not name torch at all; so do the `rules.py` of every strategy."""
 

@@ -90,6 +90,8 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
     # When a rank fails, torch's C++ side prints a stack trace for every peer that notices; ours says it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Looking through all installed packages for plugins of pydantic takes longer than reading a model.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         result: Any = cli.main(arguments, prog_name="fivefold", standalone_mode=False)
         return result if isinstance(result, int) else 0

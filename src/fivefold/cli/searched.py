@@ -38,7 +38,7 @@ def fixed(text: str, micro_batch: int | None, recompute: str | None) -> Fixed:
 
     fields = read_layout(text) if text.split() else {}
     for name in ("order", "placement", "zero_group"):
-        if name in fields:
+        if name in fields and fields[name] != "even":
             raise LayoutError(f"--fix {text!r}: {name.replace('_', ' ')} is not searched; leave it out")
     if fields.get("schedule") in ("gpipe", "bfs", "custom"):
         raise LayoutError(

@@ -19,7 +19,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-import yaml
+from fivefold.catalog.files import read
 
 if TYPE_CHECKING:
     from fivefold.estimate.jobs import Column, Jobs
@@ -109,8 +109,7 @@ class Coefficients:
 
 @cache
 def _table() -> dict[str, dict[str, dict[str, object]]]:
-    text = resources.files("fivefold.estimate").joinpath("beliefs.yaml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, dict[str, object]]] = yaml.safe_load(text)
+    table: dict[str, dict[str, dict[str, object]]] = read("beliefs.yaml", __package__)
     return table
 
 
@@ -126,7 +125,7 @@ def shipped() -> Coefficients:
     path = resources.files("fivefold.estimate").joinpath("coefficients.yaml")
     if not path.is_file():
         return Coefficients(beliefs())
-    table = yaml.safe_load(path.read_text(encoding="utf-8"))
+    table = read("coefficients.yaml", __package__)
     pairs = {(name, key): pair for name, by_key in table["factors"].items() for key, pair in by_key.items()}
     return Coefficients(
         beliefs(),

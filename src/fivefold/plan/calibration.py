@@ -17,6 +17,7 @@ from fivefold.errors import RecordError
 from fivefold.estimate.coefficients import COMMON, Coefficients, Key, shipped
 from fivefold.plan.priced import Priced, price
 from fivefold.plan.runs_table import FLAGS, MOST_BYTES, NUMBERS, WHOLE, WORDS, Row, checked_record
+from fivefold.plan.uncorrected import TENTH, predict_uncorrected
 from fivefold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,10 +74,10 @@ def predict(jobs: Jobs, calibration: Calibration | None) -> tuple[Column, Column
     from fivefold.plan import fit
 
     if calibration is None or calibration.fit is None:
-        log, sigma = fit.predict_uncorrected(jobs, shipped())
+        log, sigma = predict_uncorrected(jobs, shipped())
     else:
         log, sigma = fit.predict(jobs, calibration.fit)
-    return np.exp(log), np.exp(log - fit.TENTH * sigma), np.exp(log + fit.TENTH * sigma)
+    return np.exp(log), np.exp(log - TENTH * sigma), np.exp(log + TENTH * sigma)
 
 
 def calibrate(priced: Priced, prior: Coefficients | None = None) -> Calibration:

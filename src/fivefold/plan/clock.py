@@ -39,9 +39,11 @@ SOFTWARE = {
 
 def loaded(path: Path | None) -> Calibration | None:
     """The calibration in a file, if there is one. Raises: RecordError."""
+    if path is None:
+        return None
     from fivefold.plan.calibration import load
 
-    return load(path) if path is not None else None
+    return load(path)
 
 
 @dataclass(frozen=True)
@@ -149,14 +151,27 @@ class Clock:
 
     def interval(self, choices: Sequence[Choice]) -> tuple[Any, Any, Any]:
         """Seconds of a step: what is expected, the 10th and the 90th percentile; corrected where runs are near."""
-        from fivefold.estimate.step import step_times
-        from fivefold.plan.calibration import predict
-
         jobs = self.jobs(choices)
         exact = self.seconds(jobs, choices, self.coefficients.of(jobs)).total
-        ratio = exact / step_times(jobs, self.coefficients).total
-        middle, low, high = predict(jobs, self.calibration)
-        return middle * ratio, low * ratio, high * ratio
+        closed, low, high = self._closed(jobs)
+        ratio = exact / closed[0]
+        return closed[1] * ratio, low * ratio, high * ratio
+
+    def _closed(self, jobs: Jobs) -> tuple[tuple[Any, Any], Any, Any]:
+        """In closed form: (seconds of the coefficients, corrected where runs are near), and the percentiles."""
+        import numpy as np
+
+        from fivefold.plan.uncorrected import TENTH, log_times, predict_uncorrected
+
+        if self.calibration is None or self.calibration.fit is None:
+            log, sigma = predict_uncorrected(jobs, self.coefficients)
+            plain = log
+        else:
+            from fivefold.plan import fit
+
+            log, sigma = fit.predict(jobs, self.calibration.fit)
+            plain = log_times(jobs, self.coefficients)
+        return (np.exp(plain), np.exp(log)), np.exp(log - TENTH * sigma), np.exp(log + TENTH * sigma)
 
     def in_order(self, choices: list[Choice]) -> list[Choice]:
         """Choices that come in the order of the closed form, in that of their timelines and of the calibration."""

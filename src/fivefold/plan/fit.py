@@ -18,8 +18,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fivefold.estimate.coefficients import COMMON, Coefficients, Key
-from fivefold.estimate.step import seconds_by_term, step_times
+from fivefold.estimate.step import seconds_by_term
 from fivefold.plan.residual import Places, Scales, covariance, nearness, places
+from fivefold.plan.uncorrected import TENTH as TENTH
+from fivefold.plan.uncorrected import log_times as log_times
 
 if TYPE_CHECKING:
     from fivefold.estimate.jobs import Column, Jobs
@@ -38,11 +40,6 @@ SURE = 0.3
 """How sure the usual scales are: standard deviation of the logarithm of each."""
 TRIED_RUNS = 300
 """Scales are chosen on so many runs at most."""
-TENTH = 1.2816
-"""Standard deviations from the median to the tenth percentile of a normal distribution."""
-ELSEWHERE, UNKNOWN = 0.13, 0.2
-"""Standard deviation of the logarithm of measured over predicted time on a cluster that no run was seen of, and what a
-device family or software era without runs adds: from leaving out whole sources of runs."""
 NARROWEST, WIDEST = 0.6, 4.0
 
 
@@ -71,13 +68,6 @@ class Fit:
     near: float = 1.0
     far: float = 1.0
     """By how much intervals are wider than the model says: near to runs, and for models without any."""
-
-
-def log_times(jobs: Jobs, coefficients: Coefficients) -> Column:
-    """Logarithm of the predicted seconds of a step."""
-    import numpy as np
-
-    return np.log(step_times(jobs, coefficients).total)
 
 
 def jacobian(jobs: Jobs, coefficients: Coefficients, keys: list[Key]) -> tuple[Column, Matrix]:
@@ -146,16 +136,6 @@ def restore(
     problem.theta = np.array([found.log.get(key, 0.0) for key in keys])
     problem.weights = weights
     return problem.solve(scales, steps=0)
-
-
-def predict_uncorrected(jobs: Jobs, coefficients: Coefficients) -> tuple[Column, Column]:
-    """As `predict`, where no run is near: the coefficients alone, and by how much they are off on other clusters."""
-    import numpy as np
-
-    variance = np.full(len(jobs), ELSEWHERE**2)
-    for words in (jobs.hardware, jobs.software):
-        variance += np.where(np.isin(words, sorted(coefficients.seen)), 0.0, UNKNOWN**2)
-    return log_times(jobs, coefficients), np.sqrt(variance)
 
 
 def posterior(fitted: Fit) -> Coefficients:

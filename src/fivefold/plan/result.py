@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.layout import Layout
+from fivefold.core.layout import DEFAULT_ORDER, Layout
 from fivefold.core.model_counts import training_flops
 from fivefold.estimate.memory import BAND, MemoryEstimate, estimate
 from fivefold.estimate.recompute import Recompute
@@ -72,8 +72,24 @@ def plan_facts(question: Question, found: Found) -> dict[str, Any]:
     facts["reasons"] = [
         *memory_reasons(question, found.memory),
         state_reason(question, choice.layout, found.memory),
+        *unpriced(choice.layout),
     ]
     return facts
+
+
+def unpriced(layout: Layout) -> list[str]:
+    """What of a layout its step time does not know."""
+    found = []
+    if layout.zero_group is not None:
+        found.append(
+            f"the step time is that of zero{layout.zero} over all {layout.data} data ranks, not in groups of "
+            f"{layout.zero_group}; memory knows the groups"
+        )
+    if layout.order != DEFAULT_ORDER:
+        found.append(
+            f"the step time is that of rank order {'-'.join(DEFAULT_ORDER)}, not {'-'.join(layout.order)}"
+        )
+    return found
 
 
 def memory_reasons(question: Question, memory: MemoryEstimate) -> list[str]:

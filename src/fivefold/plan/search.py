@@ -2,7 +2,9 @@
 
     1. every group of the lattice: which points are legal, and for each of them the recompute that fits and costs least
     2. the step time of those; the fastest few hundred
-    3. these in the order of a calibration, if there is one; the first through the exact functions for single layouts
+    3. these stage by stage through the lists of actions of their pipelines, corrected by a calibration if there is one;
+       of the first also the placement that balances FLOPs, head and embedding counted
+    4. the first of all through the exact functions for single layouts
 
 Deterministic: of equal points the one that needs less memory comes first, then the plainer one.
 """
@@ -16,12 +18,16 @@ from typing import TYPE_CHECKING, Any
 from fivefold.estimate.memory import BAND, MemoryEstimate, estimate
 from fivefold.plan.clock import Choice, Clock
 from fivefold.plan.lattice import Fixed, Group, Lattice, layout_at
+from fivefold.strategies.pipeline.placement import stage_layers
 
 if TYPE_CHECKING:
     from fivefold.plan.question import Question
 
 EXACT = 256
 """Points that are looked at once more."""
+
+PLACED = 24
+"""Points whose layers are placed by FLOPs as well."""
 
 FEW = 20_000
 """Points of a group that are priced at one go; of more, those of one ZeRO stage are."""
@@ -86,6 +92,8 @@ def search(question: Question, clock: Clock, fixed: Fixed | None = None, *, top:
                     seconds = clock.grid(lattice, group, lattice.recompute[r], zero)
                     best.add(seconds, needed[..., part], fits[..., part], (number, group, r, part.start))
     choices = clock.in_order([_choice(lattice, *place) for place in best.places()])
+    if lattice.fixed.allows("placement", "flops"):
+        choices = clock.in_order([*choices, *_placed(question, choices[:PLACED])])
     found = evaluate(question, clock, choices[:top])
     least = _choice(lattice, *best.least_place) if best.least_place else None
     return Answer(
@@ -147,6 +155,23 @@ class _Best:
 
 def _choice(lattice: Lattice, group: Group, place: tuple[int, ...], r: int) -> Choice:
     return Choice(layout_at(lattice, group, place), lattice.micro_batch[place[2]], lattice.recompute[r])
+
+
+def _placed(question: Question, choices: list[Choice]) -> list[Choice]:
+    """The same with stages of equal FLOPs, where that moves a layer and fits."""
+    found = []
+    for choice in choices:
+        layout = choice.layout
+        if layout.pp == 1:
+            continue
+        other = layout.replace(placement="flops")
+        even, balanced = (stage_layers(question.spec, one, question.seq_len) for one in (layout, other))
+        if even == balanced:
+            continue
+        memory = estimate(question.memory_job(other, choice.micro_batch, choice.recompute))
+        if memory.fits(question.capacity_bytes) == "yes":
+            found.append(Choice(other, choice.micro_batch, choice.recompute))
+    return found
 
 
 def evaluate(question: Question, clock: Clock, choices: list[Choice]) -> list[Found]:

@@ -75,6 +75,12 @@ def test_options_act() -> None:
     assert peak("--framework", "fsdp") != here
 
 
+def test_what_the_step_time_does_not_know_is_said() -> None:
+    reasons = ask("-m", "llama-3-8b", "-c", "16 H100", "-l", "dp16 zero3/8 order=dp-cp-tp-pp")["reasons"]
+    assert any("zero3 over all 16 data ranks, not in groups of 8" in reason for reason in reasons)
+    assert any("rank order tp-cp-dp-pp, not dp-cp-tp-pp" in reason for reason in reasons)
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     code = run(["estimate", "-m", "llama-2-70b", "-c", "8 A100-80", "-l", "tp8"])
     out = capsys.readouterr().out

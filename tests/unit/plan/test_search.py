@@ -114,7 +114,7 @@ def compare(number: int, seed: int) -> None:
     for _ in range(number):
         asked = random_question(draw)
         best, fitting = brute_force(asked)
-        answer = search(asked, Clock(asked))
+        answer = search(asked, Clock(asked), Fixed(layout={"placement": "even"}))
         mine = answer.found[0].step_s if answer.found else float("inf")
         assert mine == pytest.approx(best, rel=1e-9), (
             asked.spec.name,
@@ -157,6 +157,21 @@ def test_fixed_parts_are_kept() -> None:
     assert all((one.choice.layout.tp, one.choice.micro_batch) == (4, 1) for one in answer.found)
     free = search(asked, Clock(asked))
     assert free.found[0].step_s <= answer.found[0].step_s
+
+
+def test_layers_are_placed_by_flops_where_that_is_faster() -> None:
+    """A head of 128,256 rows is as much work as two layers of the 8B model."""
+    asked = question("llama-3-8b", "32 A100-40GB", 4096, 64)
+    even = search(asked, Clock(asked), Fixed(layout={"pp": 4, "tp": 2, "placement": "even"}))
+    free = search(asked, Clock(asked), Fixed(layout={"pp": 4, "tp": 2}))
+    best = free.found[0]
+    assert best.choice.layout.placement == "flops"
+    assert best.step_s < even.found[0].step_s
+    assert best.memory.fits(asked.capacity_bytes) == "yes"
+    clock = Clock(asked)
+    for one in even.found:
+        other = replace(one.choice, layout=one.choice.layout.replace(placement="flops"))
+        assert best.step_s <= float(clock.times([other]).total[0]) * (1 + 1e-9)
 
 
 def test_70b_in_full_adam_on_8_devices_is_refused_with_what_would_fit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from fivefold.cli import main as cli
+from fivefold.data import work
 from fivefold.data.prepared import PreparedDataset
 from fivefold.units import GIB, MIB
 
@@ -130,6 +132,26 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(here: Path) -> None:
             assert run("prepare", source, "--out", str(out), *options)[0] == 0
         assert contents(out) == contents(here / "whole")
     assert landed >= KILLS // 2
+
+
+def test_a_process_that_waits_for_a_dead_one_ends_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed with a lock of the pool in its hands, a process holds up the others, and so the pool."""
+    monkeypatch.setattr(work, "GRACE_S", 0.5)
+    context = multiprocessing.get_context("fork")
+    meter, lock = work._Meter(1), context.Lock()
+    lock.acquire()
+
+    def wait() -> None:
+        work._start_process(None, meter, os.getppid())  # type: ignore[arg-type]
+        lock.acquire()
+
+    process = context.Process(target=wait)
+    process.start()
+    process.join(1)
+    assert process.is_alive(), "the work goes on"
+    meter.stop()
+    process.join(10)
+    assert process.exitcode == 1
 
 
 def wait_for_plan(out: Path, process: subprocess.Popen[str]) -> None:

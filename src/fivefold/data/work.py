@@ -34,7 +34,7 @@ BATCH_BYTES = MIB
 BATCH_DOCUMENTS = 4096
 FAULTS_KEPT = 20
 RECORD_LIMIT_BYTES = MIB
-POLL_S = 0.25
+POLL_S, GRACE_S = 0.25, 5.0
 
 
 class UnitRecord(Value):
@@ -90,6 +90,10 @@ class _Meter:
 
     def stop(self) -> None:
         self._stopped.value = 1
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self._stopped.value)
 
     @property
     def read_bytes(self) -> int:
@@ -163,15 +167,21 @@ def _nothing() -> None:
 
 
 def _start_process(job: Job, meter: _Meter, parent: int) -> None:
-    """Ctrl-C is for the parent, which tells us; when the parent is gone, so are we."""
+    """Ctrl-C is for the parent, which tells us; when the parent is gone, so are we.
+
+    So are we when the work has been over for a while: a process that was killed may hold a lock of the pool, at which
+    another would wait for the end of its life, and the pool for that one.
+    """
     global _process
     _process = job, meter
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def watch() -> None:
-        while os.getppid() == parent:
+        over_s = 0.0
+        while os.getppid() == parent and over_s < GRACE_S:
             time.sleep(POLL_S)
+            over_s += POLL_S if meter.stopped else 0.0
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

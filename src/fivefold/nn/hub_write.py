@@ -269,10 +269,12 @@ def convert(
     alone = Layout()
     rows = stored(checkpoint.spec)
     dtypes = {row.name: dtype or checkpoint.dtype_of(row.name) for row in rows}
-    values = (
-        (row.name, checkpoint.read(row, alone, alone.coordinate(0), checkpoint.dtype_of(row.name)))
-        for row in rows
-    )
+    # Into float16 from what is stored: once converted, a weight that is too large could not be told from infinity.
+    read_as = {
+        name: checkpoint.dtype_of(name) if target_dtype == "float16" else target_dtype
+        for name, target_dtype in dtypes.items()
+    }
+    values = ((row.name, checkpoint.read(row, alone, alone.coordinate(0), read_as[row.name])) for row in rows)
     return write_hf(
         target,
         checkpoint.spec,

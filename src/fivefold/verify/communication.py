@@ -23,7 +23,7 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
               `rank 1, adamw step 2: reduce data all_reduce float64 800 B: predicted 1, recorded none (missing)`.
     """
     found: dict[str, dict[tuple[str, ...], list[int]]] = {}
-    placed = _placed(plan, observations[0])
+    placed = _placed(plan, observations[0]) if observations else {}
     plans = {str(name): with_optimizer(plan, name) for name in OPTIMIZERS}
     for rank, seen in enumerate(observations):
         plain = compose.predict_events(plan, rank, seen.rows)

@@ -31,6 +31,13 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 
+ROUTED_CONFIG = {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 1,
+}
+"""What makes a small mixture of experts of `MODEL`."""
 CONFIG = """\
 model: config.json
 data: corpus

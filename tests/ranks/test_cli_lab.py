@@ -15,7 +15,7 @@ from fivefold.data.corpus import load_corpus
 from fivefold.lab import lab as laboratory
 from fivefold.report.lab_report import LabResult
 
-from .command_line import CommandLine
+from .command_line import ROUTED_CONFIG, CommandLine
 
 V, D, F, KV, LAYERS = 259, 32, 48, 16, 2
 """Sizes of the model: vocabulary, hidden, ffn, key/value features, layers."""
@@ -93,13 +93,7 @@ def test_two_ranks_on_the_built_in_text(fivefold: CommandLine) -> None:
 
 
 def test_experts_are_in_the_report(small: CommandLine) -> None:
-    routed = {
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 1,
-    }
-    small.model(**routed)
+    small.model(**ROUTED_CONFIG)
     ended = lab(small, "--axes", "cp,ep", "--max-ranks", "2", "--steps", "3", "--json")
     assert ended.code == 0, ended.err
     assert "3 steps each, on cpu, in float64: rounding would choose experts" in ended.err

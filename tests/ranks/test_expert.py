@@ -36,7 +36,7 @@ from fivefold.train.trainer import StepMetrics, Trainer
 from fivefold.verify.verify import Reference, verify
 from fivefold.verify.workload import ROUTERS, common_plans
 
-from .command_line import CommandLine
+from .command_line import ROUTED_CONFIG, CommandLine
 from .models import PLAIN, ROUTED
 from .resuming import BATCH, SEQ_LEN, Job, train, whole
 
@@ -331,13 +331,7 @@ def mostly(layers: list[dict[str, Any]], ep: int) -> list[Any]:
 
 
 def test_a_recorded_run_has_its_experts(fivefold: CommandLine) -> None:
-    routed = {
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 1,
-    }
-    fivefold.model(**routed)
+    fivefold.model(**ROUTED_CONFIG)
     assert fivefold("train", "train.yaml", "layout=dp2 ep2").code == 0
     run = fivefold.last_run()
     (layer,) = run["results"]["experts"]["layers"]

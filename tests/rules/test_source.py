@@ -22,7 +22,7 @@ DECIMAL = {10**n for n in (6, 9, 12, 15)}
 TEXT_FILES = ("*.py", "*.md", "*.toml", "*.yaml", "*.txt", "*.html", "*.css", "Makefile", "run")
 PLACES = ("src", "tests", "docs", "benchmarks", "examples", ".ci")
 FOREIGN = re.compile(
-    r"/work/|/root/|/home/\w|/Users/\w|https?://(?:localhost|127\.|10\.|192\.168\.)|index-url"
+    r"/(?:work|root)/|/home/\w|/Users/\w|https?://(?:localhost|127\.|10\.|192\.168\.)|index-url"
     r"|\b(?:DESIGN|PITFALLS|STYLE)\.md\b|\bdesign document\b|\bthe brief\b|\bissue [0-9]\b"
 )
 """Paths and addresses of somebody's machine, and the talk of whoever wrote a file about writing it."""

@@ -39,7 +39,6 @@ def command(
     from fivefold.core.layout import Layout
     from fivefold.estimate.recompute import Recompute
     from fivefold.plan.clock import Choice, Clock, loaded
-    from fivefold.plan.legality import check, check_devices
     from fivefold.plan.result import nearest_that_fits, plan_facts
     from fivefold.plan.search import evaluate
 
@@ -47,14 +46,7 @@ def command(
     usual = layout.dp * micro_batch * (4 * layout.pp if layout.pp > 1 else 1)
     options["global_batch"] = options["global_batch"] or usual
     question = asked.question(**options)
-    check_devices(layout, question.devices, str(question.cluster))
-    check(
-        question.spec,
-        layout,
-        seq_len=question.seq_len,
-        global_batch=question.global_batch,
-        micro_batch=micro_batch,
-    )
+    question.check(layout, micro_batch)
     (found,) = evaluate(question, Clock(question, loaded(calibration)), [Choice(layout, micro_batch, again)])
     facts = plan_facts(question, found)
     reasons = facts["reasons"]

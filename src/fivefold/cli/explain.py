@@ -86,13 +86,9 @@ def _given(question: Question, text: str, micro_batch: int | None, recompute: st
     from fivefold.core.layout import Layout
     from fivefold.estimate.recompute import Recompute
     from fivefold.plan.clock import Choice
-    from fivefold.plan.legality import check, check_devices
 
     layout, size = Layout.parse(text), micro_batch or 1
-    check_devices(layout, question.devices, str(question.cluster))
-    check(
-        question.spec, layout, seq_len=question.seq_len, global_batch=question.global_batch, micro_batch=size
-    )
+    question.check(layout, size)
     return Choice(layout, size, Recompute.parse(recompute or "none"))
 
 

@@ -13,6 +13,7 @@ from fivefold.errors import ClusterError, ConfigError
 from fivefold.estimate.memory import USABLE, Job, Numerics, numerics
 from fivefold.estimate.recompute import Recompute
 from fivefold.estimate.stacks import DEFAULT, Stack, stack
+from fivefold.plan import legality
 
 Precision = Literal["bfloat16", "float16", "float32", "float8"]
 
@@ -78,6 +79,19 @@ class Question:
     def numerics(self) -> Numerics:
         precision = "bfloat16" if self.precision == "float8" else self.precision
         return numerics(precision, self.grad_dtype, self.optimizer, self.stack)
+
+    def check(self, layout: Layout, micro_batch: int) -> None:
+        """Raises: LayoutError or WorkloadError for a layout that cannot be formed, or leaves devices over."""
+        legality.check_devices(layout, self.devices, str(self.cluster))
+        legality.check(
+            self.spec, layout, seq_len=self.seq_len, global_batch=self.global_batch, micro_batch=micro_batch
+        )
+
+    def why_not(self, layout: Layout, micro_batch: int) -> str | None:
+        """The rule that forbids a layout, in one line; None where it can be formed, on however many devices."""
+        return legality.why_not(
+            self.spec, layout, seq_len=self.seq_len, global_batch=self.global_batch, micro_batch=micro_batch
+        )
 
     def memory_job(self, layout: Layout, micro_batch: int, recompute: Recompute) -> Job:
         """What memory follows from, for one layout."""

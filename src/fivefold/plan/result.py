@@ -8,7 +8,6 @@ from fivefold.core.layout import DEFAULT_ORDER, Layout
 from fivefold.core.model_counts import training_flops
 from fivefold.estimate.memory import BAND, MemoryEstimate, estimate
 from fivefold.estimate.recompute import Recompute
-from fivefold.plan.legality import why_not
 from fivefold.plan.question import Question
 from fivefold.units import GIGA, MEGA, format_bytes
 
@@ -137,13 +136,7 @@ def nearest_that_fits(
     changes += [(layout.replace(zero=stage), micro_batch, full) for stage in zeros]
     changes += [(other, 1, again) for other, _, again in changes if micro_batch > 1]
     for other, size, again in changes:
-        if why_not(
-            question.spec,
-            other,
-            seq_len=question.seq_len,
-            global_batch=question.global_batch,
-            micro_batch=size,
-        ):
+        if question.why_not(other, size):
             continue
         memory = estimate(question.memory_job(other, size, again))
         if memory.fits(question.capacity_bytes) == "yes":

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import RecordError
+from fivefold.report.page import fill, write_whole
 from fivefold.units import format_bytes, format_count, format_seconds
 
 
 def render(facts: dict[str, Any]) -> str:
     """The whole page as text. `facts`: what `fivefold explain --json` prints."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    from fivefold.report.drawing import PALETTE
     from fivefold.report.explain_plots import draw_all
 
-    environment = Environment(
-        loader=PackageLoader("fivefold.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(seconds=format_seconds, size=format_bytes, count=format_count)
-    return environment.get_template("explain.html").render(
-        **facts, figures={name: Markup(svg) for name, svg in draw_all(facts).items()}, palette=PALETTE
-    )
+    return fill("explain.html", draw_all(facts), **facts, facts=_head(facts))
+
+
+def _head(facts: dict[str, Any]) -> dict[str, str]:
+    plan = facts["plan"]
+    low, high = format_seconds(plan["step_time_p10_s"]), format_seconds(plan["step_time_p90_s"])
+    used, capacity = format_bytes(plan["peak_memory_bytes"]), format_bytes(plan["capacity_bytes"])
+    return {
+        "cluster": facts["cluster"],
+        "step": f"{facts['global_batch']} × {facts['seq_len']} tokens",
+        "micro-batch, recompute": f"{plan['micro_batch']}, {plan['recompute']}",
+        "step time": f"{format_seconds(plan['step_time_s'])} ({low} to {high})",
+        "tokens/s of a device": format_count(plan["tokens_per_s_per_gpu"]),
+        "MFU": f"{100 * plan['mfu']:.1f} %" if plan["mfu"] else "–",
+        "peak memory": f"{used} of {capacity}",
+    }
 
 
 def write_page(facts: dict[str, Any], path: Path) -> None:
     """Write the page, whole or not at all. Raises: RecordError where the disk refuses."""
     text = render(facts)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole({path: text})
     except OSError as error:
         raise RecordError(f"cannot write the page {path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()

@@ -195,13 +195,11 @@ def load_line(result: LabResult) -> str:
 
 def render(result: LabResult) -> str:
     """The whole page as text: self-contained HTML, no script, nothing to fetch."""
-    from markupsafe import Markup
-
-    from fivefold.report.drawing import PALETTE
     from fivefold.report.plots import draw_all
 
     return fill(
         "lab.html",
+        draw_all(result),
         result=result,
         verdict=verdict(result),
         failures=[layout for layout in result.layouts if not layout.passed],
@@ -211,9 +209,7 @@ def render(result: LabResult) -> str:
         disturbed=[layout.layout for layout in result.disturbed],
         load=load_line(result),
         cores=result.machine.get("cores") or "few",
-        figures={name: Markup(svg) for name, svg in draw_all(result).items()},
         not_finite=_not_finite(result),
-        palette=PALETTE,
         bound=scientific(result.bound, 0),
         routed=any(layout.expert_imbalance is not None for layout in result.layouts),
         used=[

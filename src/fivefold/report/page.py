@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import RecordError
-from fivefold.units import format_bytes
+from fivefold.units import format_bytes, format_count, format_seconds
 
 
-def fill(template: str, **values: Any) -> str:
-    """A page as text: self-contained HTML, no script, nothing to fetch."""
+def fill(template: str, figures: Mapping[str, str], **values: Any) -> str:
+    """A page as text: self-contained HTML, no script, nothing to fetch. `figures`: our drawings, as SVG."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    from fivefold.report.drawing import PALETTE
 
     environment = Environment(
         loader=PackageLoader("fivefold.report"),
@@ -24,7 +27,9 @@ def fill(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(**values)
+    environment.filters.update(seconds=format_seconds, size=format_bytes, count=format_count)
+    drawn = {name: Markup(svg) for name, svg in figures.items()}
+    return environment.get_template(template).render(**values, figures=drawn, palette=PALETTE)
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
@@ -32,21 +37,30 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
 
     Raises: RecordError, one line, if the disk is full or the folder cannot be written.
     """
-    waiting = {name: folder / f".{name}.{os.getpid()}.tmp" for name in texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, path in waiting.items():
-            with path.open("w", encoding="utf-8") as file:
-                file.write(texts[name])
-                file.flush()
-                os.fsync(file.fileno())  # a full disk must show before the old report is replaced
-        for name, path in waiting.items():
-            path.replace(folder / name)
+        write_whole({folder / name: text for name, text in texts.items()})
     except OSError as error:
         size = sum(len(text.encode()) for text in texts.values())
         hint = f"; {format_bytes(size)} are needed" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise RecordError(f"cannot write the report to {folder}: {error.strerror or error}{hint}") from None
+
+
+def write_whole(texts: Mapping[Path, str]) -> None:
+    """Write files into folders that are there; all are on the disk before the first takes its place.
+
+    Raises: OSError; then no file has changed, unless the disk refused in the midst of renaming.
+    """
+    waiting = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in texts}
+    try:
+        for path, partial in waiting.items():
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(texts[path])
+                file.flush()
+                os.fsync(file.fileno())  # a full disk must show before the old report is replaced
+        for path, partial in waiting.items():
+            partial.replace(path)
     finally:
-        for path in waiting.values():
+        for partial in waiting.values():
             with contextlib.suppress(OSError):
-                path.unlink()
+                partial.unlink()

@@ -63,14 +63,11 @@ class RunReport:
 
 def render(report: RunReport) -> str:
     """The whole page as text. Raises: RecordError for a record that is damaged."""
-    from markupsafe import Markup
-
-    from fivefold.report.drawing import PALETTE
     from fivefold.report.run_plots import draw_all
 
-    figures = {name: Markup(svg) for name, svg in draw_all(report).items()}
     return fill(
         "run.html",
+        draw_all(report),
         run=report.run,
         facts=_facts(report),
         headline=_headline(report),
@@ -79,8 +76,6 @@ def render(report: RunReport) -> str:
         precision=report.precision,
         precision_rows=_precision_rows(report.precision),
         overflows=_steps(report.precision.overflow_steps if report.precision else ()),
-        figures=figures,
-        palette=PALETTE,
     )
 
 

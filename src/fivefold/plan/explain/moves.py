@@ -11,7 +11,6 @@ from fivefold.core.layout_checks import divisors
 from fivefold.errors import UserError
 from fivefold.plan.clock import Choice
 from fivefold.plan.lattice import Lattice, cp_methods, routed, schedules
-from fivefold.plan.legality import why_not
 from fivefold.plan.question import Question
 
 TAKES_UP = ("dp", "pp", "cp", "tp")
@@ -151,22 +150,12 @@ def _first(
         except UserError as error:
             rules.append(str(error))
             continue
-        rule = _rule(lattice.question, layout, choice.micro_batch)
+        rule = lattice.question.why_not(layout, choice.micro_batch)
         if rule is None:
             made = Choice(layout, choice.micro_batch, choice.recompute)
             return Move(axis, before, after, made, None, other)
         rules.append(rule)
     return Move(axis, before, after, None, rules[0], other)
-
-
-def _rule(question: Question, layout: Layout, micro_batch: int) -> str | None:
-    return why_not(
-        question.spec,
-        layout,
-        seq_len=question.seq_len,
-        global_batch=question.global_batch,
-        micro_batch=micro_batch,
-    )
 
 
 def _schedules(lattice: Lattice, choice: Choice) -> list[Move]:
@@ -192,7 +181,7 @@ def _named(schedule: str, chunks: int) -> str:
 def _executions(lattice: Lattice, choice: Choice) -> Iterator[Move]:
     """The next micro-batches, and the recomputes that cost next less and next more."""
     for size in around(choice.micro_batch, lattice.micro_batch):
-        rule = _rule(lattice.question, choice.layout, size)
+        rule = lattice.question.why_not(choice.layout, size)
         made = None if rule else Choice(choice.layout, size, choice.recompute)
         yield Move("micro-batch", str(choice.micro_batch), str(size), made, rule)
     options = lattice.recompute

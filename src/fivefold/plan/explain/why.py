@@ -14,7 +14,6 @@ from fivefold.errors import UserError
 from fivefold.estimate.memory import estimate
 from fivefold.estimate.recompute import Recompute
 from fivefold.plan.clock import Choice
-from fivefold.plan.legality import why_not
 from fivefold.plan.question import Question
 from fivefold.plan.search import Found
 from fivefold.units import GIGA, format_bytes, format_count
@@ -143,13 +142,7 @@ def least_cp(question: Question, layout: Layout) -> int | None:
                 other = layout.replace(cp=cp, dp=ranks // cp, cp_method=method)
             except UserError:
                 continue
-            if why_not(
-                question.spec,
-                other,
-                seq_len=question.seq_len,
-                global_batch=question.global_batch,
-                micro_batch=1,
-            ):
+            if question.why_not(other, 1):
                 continue
             if estimate(question.memory_job(other, 1, FULL)).fits(question.capacity_bytes) == "yes":
                 return cp

@@ -34,7 +34,8 @@ from fivefold.core.workload import Workload
 from fivefold.data.batches import SyntheticDataset
 from fivefold.engine.engine import Engine
 from fivefold.engine.feed import feed
-from fivefold.estimate.activations import layer_saved_bytes
+from fivefold.estimate.recompute import Recompute, layer_kept
+from fivefold.estimate.saved import Share, own_kernels
 from fivefold.records.machine import machine_facts, versions
 from fivefold.runtime.device import Device
 from fivefold.runtime.memory import LiveBytes
@@ -89,15 +90,18 @@ class Contestant:
         return [after - before for before, after in pairwise(first)], memory.peak_bytes - at_rest
 
     def predicted(self) -> list[int]:
-        spec, execution = self.plan.model, self.plan.execution
+        spec, execution, seq_len = self.plan.model, self.plan.execution, self.plan.workload.seq_len
+        tokens, again = execution.micro_batch * seq_len, Recompute.parse(execution.recompute)
+        share = Share(tokens=tokens, mine=tokens, seq_len=seq_len, tp=1, etp=1, imbalance=1.0)
+        kernels = own_kernels(execution.dtype)
         return [
-            layer_saved_bytes(
-                block, spec.hidden, self.plan.layout, micro_batch=execution.micro_batch,
-                seq_len=self.plan.workload.seq_len, dtype=execution.dtype,
-                recomputed=execution.recomputed.of(layer, block),
-            ).total
-            for layer, block in enumerate(spec.blocks[:-1])
-        ]  # fmt: skip
+            int(
+                layer_kept(
+                    block, spec.hidden, share, kernels, again.words if again.takes(i) else ("none",)
+                ).kept
+            )
+            for i, block in enumerate(spec.blocks[:-1])
+        ]
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -145,7 +149,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="small-llama", help="a preset or a config.json; dense")
+    parser.add_argument("--model", default="small-llama", help="a preset or a config.json")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])

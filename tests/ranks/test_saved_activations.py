@@ -25,7 +25,9 @@ from fivefold.core.workload import Workload
 from fivefold.data.batches import SyntheticDataset
 from fivefold.engine.engine import Engine
 from fivefold.engine.feed import feed
-from fivefold.estimate.activations import layer_saved_bytes
+from fivefold.estimate import saved
+from fivefold.estimate.recompute import Recompute, layer_kept
+from fivefold.estimate.saved import Share, own_kernels
 from fivefold.runtime.launch import Rank, run_ranks
 from fivefold.runtime.memory import LiveBytes
 from fivefold.runtime.mesh import Mesh
@@ -99,12 +101,18 @@ def plan_of(spec: ModelSpec, text: str, dtype: DType, recompute: str = "none") -
     )
 
 
+def share_of(layout: Layout, rows: int, seq_len: int) -> Share:
+    tokens = rows * seq_len
+    mine = tokens // layout.tp if layout.sequence_parallel else tokens
+    return Share(tokens=tokens, mine=mine, seq_len=seq_len, tp=layout.tp, etp=1, imbalance=1.0)
+
+
 def formula(plan: Plan, layer: int) -> int:
-    spec = plan.model
-    return layer_saved_bytes(
-        spec.blocks[layer], spec.hidden, plan.layout, micro_batch=ROWS, seq_len=SEQ_LEN, dtype=plan.execution.dtype,
-        recomputed=plan.execution.recomputed.of(layer, spec.blocks[layer]),
-    ).total  # fmt: skip
+    spec, again = plan.model, Recompute.parse(plan.execution.recompute)
+    words = again.words if again.takes(layer) else ("none",)
+    kernels = own_kernels(plan.execution.dtype)
+    share = share_of(plan.layout, ROWS, SEQ_LEN)
+    return int(layer_kept(spec.blocks[layer], spec.hidden, share, kernels, words).kept)
 
 
 DTYPES: tuple[DType, ...] = ("float32", "float64", "bfloat16")
@@ -158,12 +166,39 @@ def test_formula_equals_what_lives(recompute: str, text: str, dtype: DType) -> N
 @pytest.mark.parametrize(
     ("recompute", "text"),
     some_of(
-        product(("moe", "attention+moe", "full"), ("dp1", "tp2 ep2", "tp2 etp2 nosp", "dp2 ep2")),
-        {("moe", "dp1")},
+        product(("moe", "attention+moe", "full"), ("tp2 ep2", "tp2 etp2 nosp", "dp2 ep2")),
+        {("moe", "dp2 ep2")},
     ),
 )
 def test_a_recomputed_mixture_of_experts_keeps_its_input(recompute: str, text: str) -> None:
+    """Where experts are dispatched: what they keep depends on the tokens that come."""
     plan = plan_of(preset("tiny-moe"), text, "float32", recompute)
+    expected = [formula(plan, layer) for layer in range(plan.model.layers - 1)]
+    found = run_ranks(lives, plan, ranks=plan.layout.world_size, device="cpu")
+    assert found == [expected] * plan.layout.world_size
+
+
+MIXTURES = ("tiny-moe", "tiny-qwen-moe", "tiny-mla-moe")
+MIXTURE_MODES = ("none", "attention", "moe", "mlp", "attention+moe", "full", "full/2")
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "text", "dtype"),
+    some_of(
+        product(MIXTURES, MIXTURE_MODES, ("dp1", "tp2"), DTYPES),
+        {
+            ("tiny-moe", "none", "dp1", "bfloat16"),
+            ("tiny-qwen-moe", "none", "dp1", "float32"),
+            ("tiny-mla-moe", "moe", "tp2", "float64"),
+            ("tiny-mla-moe", "attention", "dp1", "bfloat16"),
+        },
+    ),
+)  # fmt: skip
+def test_every_form_of_recompute_of_a_mixture(name: str, recompute: str, text: str, dtype: DType) -> None:
+    spec = preset(name)
+    if recompute == "mlp" and spec.blocks[0].mlp.kind == "moe":
+        pytest.skip("this model has no dense MLP")
+    plan = plan_of(spec, text, dtype, recompute)
     expected = [formula(plan, layer) for layer in range(plan.model.layers - 1)]
     found = run_ranks(lives, plan, ranks=plan.layout.world_size, device="cpu")
     assert found == [expected] * plan.layout.world_size
@@ -172,12 +207,12 @@ def test_a_recomputed_mixture_of_experts_keeps_its_input(recompute: str, text: s
 def test_sequence_parallelism_keeps_less() -> None:
     """At Llama-2-7B's width under tp8, by the formula: what SP saves is 7/8 of norms and column inputs."""
     spec = preset("llama-2-7b")
-    parts = [
-        layer_saved_bytes(
-            spec.blocks[0], spec.hidden, Layout.parse(text), micro_batch=1, seq_len=4096, dtype="bfloat16"
-        )
-        for text in ("tp8", "tp8 nosp")
+    block, kernels = spec.blocks[0], own_kernels("bfloat16")
+    whole, cut = [share_of(Layout.parse(text), 1, 4096) for text in ("tp8 nosp", "tp8")]
+    kept, less = [saved.layer(block, spec.hidden, share, kernels) for share in (whole, cut)]
+    column_inputs = [
+        2 * (saved.norm(share, spec.hidden, kernels) + saved.column_input(share, spec.hidden, kernels))
+        for share in (whole, cut)
     ]
-    with_sp, without = parts
-    assert without.norms + without.projections == 8 * (with_sp.norms + with_sp.projections)
-    assert (with_sp.attention, with_sp.mlp) == (without.attention, without.mlp)
+    assert column_inputs[0] == 8 * column_inputs[1]
+    assert kept.attention + kept.mlp - less.attention - less.mlp == column_inputs[0] - column_inputs[1]

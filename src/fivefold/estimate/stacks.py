@@ -20,7 +20,7 @@ class Stack(Value):
     """Coefficients of one framework and era; `stacks.yaml` says what each is and where it comes from."""
 
     name: str
-    attention: Literal["flash", "unfused"]
+    attention: Literal["flash", "sdpa", "unfused"]
     norm: Literal["fused", "composed"]
     mlp: Literal["fused", "composed"]
     dropout: bool

@@ -168,8 +168,27 @@ def combine(rows_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
     """
     T, K = weights_TK.shape
     weighted = rows_RD * weights_TK.flatten()[order_R][:, None]
-    placed = weighted.new_zeros(T * K, rows_RD.shape[1]).index_copy(0, order_R, weighted)
-    return placed.view(T, K, -1).sum(1).to(rows_RD.dtype)
+    return place(weighted, order_R, T * K).view(T, K, -1).sum(1).to(rows_RD.dtype)
+
+
+def place(rows_RD: Tensor, places_R: Tensor, number: int) -> Tensor:
+    """Each row at its own place of `number`, zeros elsewhere. For backward it keeps the places, and no row.
+
+    Shapes: rows [R, D], places [R] (int64, all different) -> [number, D].
+    """
+    return _Place.apply(rows_RD, places_R, number)  # type: ignore[no-any-return]
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, number: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(number, rows.shape[1]).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
 
 
 class MoE(nn.Module):

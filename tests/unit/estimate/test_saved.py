@@ -1,4 +1,4 @@
-"""Saved tensors against closed forms from papers, and against this project's own kernels."""
+"""Saved tensors against closed forms from papers. This project's own: `tests/ranks/test_saved_activations.py`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from fivefold.catalog import models
-from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, MoESpec
 from fivefold.estimate import saved
-from fivefold.estimate.activations import layer_saved_bytes
 from fivefold.estimate.recompute import Recompute, layer_kept
 from fivefold.estimate.saved import Kernels, Share
 
@@ -37,19 +35,6 @@ def test_korthikanti_table_2(tp: int, sp: bool, divided: float) -> None:
         kernels = Kernels(dropout=True, attention=attention)  # type: ignore[arg-type]
         kept = saved.layer(GPT, h, share(s * b, tp=tp, sp=sp), kernels)
         assert kept.attention + kept.mlp == pytest.approx(s * b * h * (divided + scores), rel=2e-3)
-
-
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-qwen2"])
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=False), Layout(tp=4)])
-def test_composed_kernels_are_those_of_this_project(name: str, layout: Layout) -> None:
-    """`activations` is counted to the byte against what torch saves."""
-    spec = models.preset(name)
-    own = layer_saved_bytes(spec.blocks[0], spec.hidden, layout, micro_batch=2, seq_len=16, dtype="bfloat16")
-    kernels = Kernels(norm="composed", mlp="composed")
-    kept = saved.layer(
-        spec.blocks[0], spec.hidden, share(32, tp=layout.tp, sp=layout.sequence_parallel), kernels
-    )
-    assert kept.attention + kept.mlp == own.total
 
 
 def test_kv_heads_are_not_cut_below_one() -> None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.nn.grouped import grouped_matmul, weight_gradient
-from fivefold.nn.moe import Experts, MoE, combine, count
+from fivefold.nn.moe import Experts, MoE, combine, count, place
 from fivefold.runtime.collectives import (
     Exchange,
     all_gather,
@@ -172,7 +172,7 @@ def exchanged(
     """
     rows_RD = x_TD[route.order_R // weights_TK.shape[1]]
     if route.slots_R is not None:
-        rows_RD = x_TD.new_zeros(sum(route.sends), x_TD.shape[1]).index_copy(0, route.slots_R, rows_RD)
+        rows_RD = place(rows_RD, route.slots_R, sum(route.sends))
     if meanwhile is None:
         rows_RD = exchange(rows_RD, ep, route.sends, route.receives)
     else:
@@ -184,7 +184,7 @@ def exchanged(
         rows_RD = compute(rows_RD, route.counts_E)
     else:
         sorted_RD = compute(rows_RD[route.by_expert_R], route.counts_E)
-        rows_RD = torch.empty_like(sorted_RD).index_copy(0, route.by_expert_R, sorted_RD)
+        rows_RD = place(sorted_RD, route.by_expert_R, len(sorted_RD))
     rows_RD = exchange(rows_RD, ep, route.receives, route.sends)
     rows_RD = rows_RD if route.slots_R is None else rows_RD[route.slots_R]
     return combine(rows_RD, route.order_R, weights_TK)

@@ -47,7 +47,8 @@ def command(
     options["global_batch"] = options["global_batch"] or usual
     question = asked.question(**options)
     question.check(layout, micro_batch)
-    (found,) = evaluate(question, Clock(question, loaded(calibration)), [Choice(layout, micro_batch, again)])
+    clock = Clock(question, loaded(calibration))
+    (found,) = evaluate(question, clock, [Choice(layout, micro_batch, again)])
     facts = plan_facts(question, found)
     reasons = facts["reasons"]
     if found.memory.fits(question.capacity_bytes) != "yes":
@@ -55,7 +56,7 @@ def command(
         reasons.append(
             f"nearest that fits: {nearest[0]}" if nearest else "no ZeRO stage or recompute makes it fit"
         )
-    reasons += asked.said(options["cluster"])
+    reasons += [*asked.said(options["cluster"]), *clock.calibrated()]
     facts |= {
         "model": question.spec.name,
         "cluster": str(question.cluster),

@@ -73,7 +73,7 @@ def command(
         return sweep(question, fixed, (*vary, *more), objective, known, as_json)
     clock, answer = searched.best(question, fixed, objective, known, top=top)
     facts = _facts(clock.question, answer, elapsed_s=time.perf_counter() - start)
-    facts["reasons"] = asked.said(options["cluster"])
+    facts["reasons"] = [*asked.said(options["cluster"]), *clock.calibrated()]
     if not answer.found:
         return searched.refuse(clock.question, fixed, answer, facts, as_json)
     if as_json:

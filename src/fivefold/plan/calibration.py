@@ -44,6 +44,8 @@ class Calibration:
 
     rows: tuple[Row, ...]
     fit: Fit | None
+    jobs: Jobs | None = None
+    """The runs as jobs."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -97,8 +99,9 @@ def calibrate(priced: Priced, prior: Coefficients | None = None) -> Calibration:
         )
     if len(timed) > MOST_RUNS:
         timed = timed[np.linspace(0, len(timed) - 1, MOST_RUNS).astype(int)]
-    found = fit.fit(priced.jobs.take(timed), priced.measured_s[timed], prior or shipped())
-    return Calibration(tuple(priced.rows[i] for i in timed), found)
+    jobs = priced.jobs.take(timed)
+    found = fit.fit(jobs, priced.measured_s[timed], prior or shipped())
+    return Calibration(tuple(priced.rows[i] for i in timed), found, jobs)
 
 
 def save(calibration: Calibration, path: Path) -> None:
@@ -152,7 +155,7 @@ def load(path: Path) -> Calibration:
     restored = fit.restore(
         priced.jobs, priced.measured_s, shipped(), coefficients, scales=scales, weights=weights
     )
-    return Calibration(tuple(rows), replace(restored, near=near, far=far))
+    return Calibration(tuple(rows), replace(restored, near=near, far=far), priced.jobs)
 
 
 def _factors(factors: Any, path: Path) -> dict[Key, float]:

@@ -14,6 +14,7 @@ from fivefold.core.model_spec import AttentionSpec, BlockSpec, GatedDeltaSpec, M
 from fivefold.errors import ClusterError
 from fivefold.estimate.memory import kinds_of
 from fivefold.estimate.recompute import Recompute
+from fivefold.estimate.stacks import DEFAULT
 from fivefold.plan.lattice import Group, Lattice, group_layout, recomputed_share
 from fivefold.plan.legality import SPLIT_BACKWARD
 from fivefold.plan.question import Question
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fivefold.estimate.staged import Pipeline
     from fivefold.estimate.step import Layer, StepTimes
     from fivefold.plan.calibration import Calibration
+    from fivefold.plan.taught import Taught
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float8": 8}
 
@@ -35,6 +37,8 @@ SOFTWARE = {
     "deepspeed": "deepspeed", "fivefold": "other",
 }  # fmt: skip
 """Stack of memory -> software era of time."""
+NOW = 2026.0
+"""When the software of a question was released, unless measured runs say."""
 
 
 def loaded(path: Path | None) -> Calibration | None:
@@ -68,6 +72,40 @@ class Clock:
         from fivefold.estimate.coefficients import shipped
 
         return self.calibration.coefficients if self.calibration else shipped()
+
+    @cached_property
+    def taught(self) -> Taught | None:
+        """What measured runs of the same devices and framework are called; None: the calibration has none."""
+        if self.calibration is None:
+            return None
+        from fivefold.plan.taught import taught
+
+        q = self.question
+        return taught(
+            self.calibration, self._hardware, q.framework, self._nic if q.devices > q.domain else None
+        )
+
+    def calibrated(self) -> list[str]:
+        """What the calibration knows of the question's cluster, in words."""
+        if self.calibration is None:
+            return []
+        q = self.question
+        if self.taught is None:
+            framework = f" with {q.framework}" if q.framework != DEFAULT else ""
+            return [
+                f"the calibration has no run on {q.node.device}{framework}: its common coefficients hold at best"
+            ]
+        return [self.taught.sentence(q.node.device)]
+
+    @property
+    def _hardware(self) -> str:
+        return FAMILIES.get(self.question.node.device, OTHER)
+
+    @property
+    def _nic(self) -> float:
+        """Bytes/s between nodes of each device; where there is one node only, of its own links."""
+        node = self.question.node
+        return node.inter_node_bytes_per_s or node.intra_node_bytes_per_s or node.memory_bytes_per_s or 1.0
 
     def grid(self, lattice: Lattice, group: Group, option: Recompute, zero: Any) -> Any:
         """Seconds of a step at every point of a group; means nothing where a point is not legal.
@@ -255,7 +293,11 @@ class Clock:
                 f"{q.cluster} has no stated peak or bandwidth, so no step time follows; measure it"
             )
         low: Precision = {8: "float8", 16: "bfloat16", 32: "float32"}[BITS[q.precision]]  # type: ignore[assignment]
-        nic = node.inter_node_bytes_per_s or node.intra_node_bytes_per_s or half
+        taught = self.taught
+        inside = (
+            taught is not None and q.devices <= q.domain
+        )  # no network is used: that of the runs is as good
+        nic = taught.nic_bytes_per_s if taught and inside else self._nic
         model = {
             "blocks": tuple(self._blocks(block) for block in dict.fromkeys(q.spec.blocks)),
             "hidden": number(q.spec.hidden), "vocab": number(q.spec.vocab), "tied": np.array([q.spec.tied_embeddings]),
@@ -264,14 +306,16 @@ class Clock:
         execution = {
             "bits": number(BITS[q.precision]), "scaling": number(1), "offload": np.array([q.offload]),
             "grad_bytes": number(4 if q.grad_dtype == "float32" else 2), "recompute_attention": np.array([False]),
-            "fused_attention": np.array([q.stack.attention == "flash"]), "one_copy": np.array([True]),
-            "software": np.array([SOFTWARE[q.framework]]), "release": number(2026.0), "stack": np.array([q.framework]),
+            "fused_attention": np.array([q.stack.attention != "unfused"]), "one_copy": np.array([True]),
+            "software": np.array([taught.software if taught else SOFTWARE[q.framework]]),
+            "release": number(taught.release if taught else NOW),
+            "stack": np.array([taught.stack if taught else q.framework]),
         }  # fmt: skip
         device = {
             "peak_flops_per_s": number(half), "peak_low_flops_per_s": number(peaks.get(low, half)),
             "memory_bytes_per_s": number(node.memory_bytes_per_s),
             "link_bytes_per_s": number(node.intra_node_bytes_per_s or nic), "nic_bytes_per_s": number(nic),
-            "domain": number(q.domain), "hardware": np.array([FAMILIES.get(node.device, OTHER)]),
+            "domain": number(q.domain), "hardware": np.array([self._hardware]),
         }  # fmt: skip
         return Jobs(**model, **execution, **device, **columns)
 

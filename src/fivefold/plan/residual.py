@@ -114,7 +114,7 @@ def places(jobs: Jobs) -> Places:
         "slow_softmax": of_block([slow_softmax(block, jobs) for block in jobs.blocks]),
         "frozen": 1.0 * jobs.frozen, "sequence_parallel": 1.0 * jobs.sequence_parallel, "release": jobs.release,
     }  # fmt: skip
-    network = np.round(values["network"], 1)  # octaves: rates of one network that differ by less are the same
+    network = network_octaves(jobs.nic_bytes_per_s)
     return Places(
         np.char.add(np.char.add(np.char.add(jobs.stack, "\n"), jobs.hardware), network.astype(str)),
         *(
@@ -122,6 +122,14 @@ def places(jobs: Jobs) -> Places:
             for units in (MODEL, KERNELS, LAYOUT)
         ),
     )
+
+
+def network_octaves(nic_bytes_per_s: Column) -> Column:
+    """The network of a cluster: rates that differ by less than a tenth of an octave are the same."""
+    import numpy as np
+
+    found: Column = np.log2(np.maximum(nic_bytes_per_s, 2.0**-30)).round(1)
+    return found
 
 
 def covariance(a: Places, b: Places, scales: Scales, own: tuple[Matrix, Matrix]) -> Matrix:

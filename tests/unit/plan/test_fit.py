@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fivefold.catalog import models
+from fivefold.catalog.clusters import resolve
+from fivefold.core.layout import Layout
 from fivefold.errors import RecordError
 from fivefold.estimate.coefficients import COMMON, Coefficients, beliefs, shipped
+from fivefold.estimate.recompute import Recompute
 from fivefold.plan import calibration, fit
+from fivefold.plan.clock import Choice, Clock
 from fivefold.plan.priced import Priced, price
+from fivefold.plan.question import Question
 from fivefold.plan.residual import Scales, covariance, places
 from fivefold.plan.runs_table import Row
 from fivefold.plan.suggest import suggestions
@@ -211,3 +217,33 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path) -> None:
         calibration.load(path)
     with pytest.raises(RecordError, match="0 rows have a measured step time"):
         calibration.calibrate(priced(runs()))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "framework", "corrected", "said"),
+    [
+        ("2x8 H100, 400 Gb/s", "standard", True, "times are corrected by 36 measured runs of Our Megatron-Core"),
+        ("2x8 H100, 400 Gb/s", "megatron-core", True, "times are corrected by 36"),
+        ("8 H100", "standard", True, "times are corrected by 36"),
+        ("2x8 H100, 400 Gb/s", "deepspeed", False, "no run on H100 with deepspeed"),
+        ("2x8 H100, 100 Gb/s", "standard", False, "50 GB/s between nodes"),
+        ("2x8 A100-80GB, 200 Gb/s", "standard", False, "no run on A100-80GB"),
+    ],
+)  # fmt: skip
+def test_a_correction_reaches_a_question(cluster: str, framework: str, corrected: bool, said: str) -> None:
+    """By whatever name the runs call their framework; on their devices and their network, and nowhere else."""
+    rows = [{**row, "interconnect": "400 Gb/s per GPU"} for row in runs(framework="Our Megatron-Core")]
+    table = priced(rows)
+    slow = calibration.calibrate(priced(rows, 3 * fit_seconds(table)), shipped())
+    q = Question(
+        spec=models.preset("llama-2-7b"),
+        cluster=resolve(cluster),
+        seq_len=2048,
+        global_batch=64,
+        framework=framework,
+    )
+    clock = Clock(q, slow)
+    assert said in clock.calibrated()[0]
+    jobs = clock.jobs([Choice(Layout(tp=2, dp=q.devices // 2), 1, Recompute())])
+    coefficients_alone = np.exp(fit.log_times(jobs, slow.coefficients))
+    assert (abs(calibration.predict(jobs, slow)[0] / coefficients_alone - 1)[0] > 0.02) == corrected

@@ -112,19 +112,42 @@ def test_a_file_of_another_walk_is_refused(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
+def test_a_file_that_another_walk_writes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    walked([DP2], file)
+    under_way = walk(SPEC, [DP2], steps=1, device="cpu", results=file)
+    next(under_way)
+    with pytest.raises(ConfigError, match="another walk is writing"):
+        walked([], file)
+    under_way.close()
+    walked([], file)
+
+
 def test_a_spent_budget_begins_nothing() -> None:
     assert walked([DP2, TP2], budget_s=-1.0) == []
 
 
 def test_a_rank_that_breaks_fails_its_layout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken_beyond_one_rank(monkeypatch)
-    first, second = walked([DP2, TP2], tmp_path / "r.jsonl")
+    file = tmp_path / "r.jsonl"
+    first, second = walked([DP2, TP2], file)
     for verdict in (first, second):
         assert not verdict.passed
         assert verdict.max_rel_err == float("inf")
         assert verdict.cause is not None
         assert "ArithmeticError: rank is ill" in verdict.cause
-    assert walked([DP2, TP2], tmp_path / "r.jsonl") == [first, second], "an infinity in a file of JSON"
+    assert len(lines_of(file)) == 1, "it is not kept: the same walk tries it again"
+    monkeypatch.undo()
+    assert all(verdict.passed for verdict in walked([DP2, TP2], file))
+
+
+def test_an_infinite_error_is_kept(tmp_path: Path) -> None:
+    (good,) = walked([DP2])
+    bad = good.replace(passed=False, max_rel_err=float("inf"), cause="it is not there")
+    file = tmp_path / "r.jsonl"
+    header = {"model": 1}
+    matrix._Results(file, header).add(bad)
+    assert matrix._Results(file, header).verdicts == {str(bad.case): bad}
 
 
 MATRIX = ["verify", "--model", "config.json", "--matrix", "--max-ranks", "2", "--steps", "1"]

@@ -8,7 +8,6 @@ The manifest is written last. So the result is the same bytes whatever the numbe
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from fivefold.core.file_lock import hold
 from fivefold.core.value import Value
 from fivefold.data.encode import BYTE, Encoder, load_encoder
 from fivefold.data.manifest import (
@@ -294,16 +294,10 @@ def _locked(out: Path, work: Path) -> Iterator[None]:
         raise DataError(f"cannot write to {out}: {error.strerror}") from None
     with lock:
         deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise DataError(
-                        f"another process is preparing {out}; wait for it, or choose another --out"
-                    ) from None
-                time.sleep(0.1)
+        while not hold(lock.fileno()):
+            if time.monotonic() > deadline:
+                raise DataError(f"another process is preparing {out}; wait for it, or choose another --out")
+            time.sleep(0.1)
         yield
 
 

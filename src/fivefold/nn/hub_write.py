@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.families.write import difference, to_config
+from fivefold.core.file_lock import hold
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
 from fivefold.core.sharding import stored
@@ -87,6 +88,7 @@ class HFWriter:
         self._file_of = {name: file for file in self._files for name in file.tensors}
         self._open: dict[str, TensorFile] = {}
         self._done: set[str] = set()
+        self._held: int | None = None
         self._left = {file.name: self._rows_of(file) for file in self._files}
         self.bytes = sum(
             dtype.itemsize * torch.Size(shape).numel()
@@ -100,12 +102,15 @@ class HFWriter:
         return tuple(file.name for file in self._files)
 
     def begin(self) -> None:
-        """Refuse a target that exists or a disk without room, remove what a killed run left, make the folder."""
+        """Refuse a target that exists or is being written or a disk without room; remove what a killed run left."""
         self.refuse_taken()
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            if self.temporary.is_dir():
+                self._hold()
+                shutil.rmtree(self.temporary, ignore_errors=True)
             self.temporary.mkdir()
+            self._hold()
             free = shutil.disk_usage(self.temporary).free
         except OSError as error:
             raise self._cannot(error) from None
@@ -115,6 +120,19 @@ class HFWriter:
                 f"no room for {self.folder}: the model takes {format_bytes(self.bytes)}, "
                 f"the disk has {format_bytes(free)} free"
             )
+
+    def _hold(self) -> None:
+        """Raises: ModelError where another process writes there."""
+        self._let_go()
+        self._held = os.open(self.temporary, os.O_RDONLY | os.O_DIRECTORY)
+        if not hold(self._held):
+            self._let_go()
+            raise ModelError(f"another process is writing {self.folder}; wait for it, or give another folder")
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+        self._held = None
 
     def refuse_taken(self) -> None:
         """Raises: ModelError for a target that holds something."""
@@ -170,6 +188,7 @@ class HFWriter:
             _sync_folder(self.folder.parent)
         except OSError as error:
             raise self._cannot(error) from None
+        self._let_go()
         return Written(self.folder, self.files, self.bytes)
 
     def abandon(self) -> None:
@@ -179,9 +198,11 @@ class HFWriter:
         self._open.clear()
 
     def abort(self) -> None:
-        """Remove everything that was written."""
+        """Remove everything that was written, if it is this process that began."""
         self.abandon()
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        if self._held is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        self._let_go()
 
     def _plan(
         self,

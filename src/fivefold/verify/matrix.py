@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from fivefold.core.file_lock import hold
 from fivefold.core.json_text import strict
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
@@ -78,8 +79,9 @@ def walk(
     """A verdict for each case, in order, until the budget is spent; a rank that breaks fails its layout only.
 
     `results`: a file that gets each verdict as it comes. Those that it holds already are not taken again, so the same
-    walk goes on where it was stopped.
-    Raises: ConfigError for a results file of another walk; UserError for a layout that cannot be run.
+    walk goes on where it was stopped; a layout of which a rank broke is not kept, and so tried again.
+    Raises: ConfigError for a results file of another walk, or that another one is writing; UserError for a layout that
+            cannot be run.
     """
     book = _Results(results, _header(spec, dtype, steps, seed)) if results is not None else None
     references: dict[Hashable, Reference] = {}
@@ -91,8 +93,8 @@ def walk(
             continue
         if time.monotonic() >= deadline:
             continue  # what the file holds is told all the same
-        verdict = _judge(_plans(spec, case, dtype), references, steps, seed, device)
-        if book is not None:
+        verdict, ended = _judge(_plans(spec, case, dtype), references, steps, seed, device)
+        if book is not None and ended:
             book.add(verdict)
         yield verdict
 
@@ -103,16 +105,17 @@ def _judge(
     steps: int,
     seed: int,
     device: str,
-) -> Verdict:
+) -> tuple[Verdict, bool]:
+    """The verdict, and whether all ranks came to their end."""
     plan, single = plans
     key = (single.workload.seq_len, single.workload.global_batch, single.execution.router)
     if key not in references:
         references[key] = Reference(single, steps=steps, seed=seed, device=device)
     try:
-        return references[key].judge(plan)
+        return references[key].judge(plan), True
     except RankFailure as failure:
         nothing = judge(plan, [], references[key].wholes, against=single.layout, steps=steps)
-        return nothing.replace(cause=str(failure), event_differences=(), events_match=False)
+        return nothing.replace(cause=str(failure), event_differences=(), events_match=False), False
 
 
 def _plans(spec: ModelSpec, case: Case, dtype: DType) -> tuple[Plan, Plan]:
@@ -151,13 +154,22 @@ class _Results:
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path = path
         self.verdicts: dict[str, Verdict] = {}
-        whole = self._read(header) if path.exists() else 0
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"results {path}: not a regular file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("ab")
-            self.file.truncate(whole)  # a line that was cut short when a walk was killed
         except OSError as error:
             raise ConfigError(f"cannot write results to {path}: {error.strerror}") from None
+        if not hold(self.file.fileno()):
+            self.file.close()
+            raise ConfigError(f"another walk is writing {path}; wait for it, or name another file")
+        try:
+            whole = self._read(header)
+        except ConfigError:
+            self.file.close()
+            raise
+        self.file.truncate(whole)  # a line that was cut short when a walk was killed
         if not whole:
             self._write(header)
 
@@ -172,8 +184,6 @@ class _Results:
     def _read(self, header: dict[str, Any]) -> int:
         """Take over what the file holds; returns the bytes of its whole lines."""
         try:
-            if not self.path.is_file():
-                raise ConfigError(f"results {self.path}: not a regular file")
             if self.path.stat().st_size > RESULTS_LIMIT_BYTES:
                 raise ConfigError(f"{self.path} is no file of results: it is larger than 256 MiB")
             lines = self.path.read_bytes().splitlines(keepends=True)

@@ -193,6 +193,20 @@ def test_a_target_that_exists_stays_as_it_is(kind: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_target_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    """Also by the end of the one that came second."""
+    first, second = (HFWriter(tmp_path / "x", spec(), dtype="float32") for _ in range(2))
+    first.begin()
+    with pytest.raises(ModelError, match="another process is writing"):
+        second.begin()
+    second.abort()
+    assert first.temporary.is_dir()
+    first.abort()
+    assert list(tmp_path.iterdir()) == []
+    second.begin()
+    second.abort()
+
+
 def test_an_empty_folder_and_leftovers_of_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / ".x.partial").mkdir()

@@ -187,12 +187,15 @@ class Clock:
     def _pipelines(self) -> dict[Any, Pipeline]:
         return {}
 
-    def interval(self, choices: Sequence[Choice]) -> tuple[Any, Any, Any]:
-        """Seconds of a step: what is expected, the 10th and the 90th percentile; corrected where runs are near."""
+    def interval(self, choices: Sequence[Choice], times: StepTimes | None = None) -> tuple[Any, Any, Any]:
+        """Seconds of a step: what is expected, the 10th and the 90th percentile; corrected where runs are near.
+
+        `times`: those of the choices, where they are known.
+        """
         jobs = self.jobs(choices)
-        exact = self.seconds(jobs, choices, self.coefficients.of(jobs)).total
+        times = times or self.seconds(jobs, choices, self.coefficients.of(jobs))
         closed, low, high = self._closed(jobs)
-        ratio = exact / closed[0]
+        ratio = times.total / closed[0]
         return closed[1] * ratio, low * ratio, high * ratio
 
     def _closed(self, jobs: Jobs) -> tuple[tuple[Any, Any], Any, Any]:
@@ -211,14 +214,9 @@ class Clock:
             plain = log_times(jobs, self.coefficients)
         return (np.exp(plain), np.exp(log)), np.exp(log - TENTH * sigma), np.exp(log + TENTH * sigma)
 
-    def in_order(self, choices: list[Choice]) -> list[Choice]:
-        """Choices that come in the order of the closed form, in that of their timelines and of the calibration."""
-        import numpy as np
-
-        if not choices:
-            return choices
-        expected, _, _ = self.interval(choices)
-        return [choices[i] for i in np.argsort(expected, kind="stable")]
+    def timed(self, choices: Sequence[Choice]) -> list[tuple[float, Choice]]:
+        """Each choice with its seconds by its timeline and the calibration."""
+        return list(zip(self.interval(choices)[0].tolist(), choices)) if choices else []
 
     def jobs(self, choices: Sequence[Choice]) -> Jobs:
         """The choices as rows of jobs."""

@@ -91,14 +91,20 @@ def search(question: Question, clock: Clock, fixed: Fixed | None = None, *, top:
                     zero = lattice.axes["zero"][..., part]
                     seconds = clock.grid(lattice, group, lattice.recompute[r], zero)
                     best.add(seconds, needed[..., part], fits[..., part], (number, group, r, part.start))
-    choices = clock.in_order([_choice(lattice, *place) for place in best.places()])
+    timed = sorted(clock.timed([_choice(lattice, *place) for place in best.places()]), key=_seconds)
     if lattice.fixed.allows("placement", "flops"):
-        choices = clock.in_order([*choices, *_placed(question, choices[:PLACED])])
-    found = evaluate(question, clock, choices[:top])
+        moved = _placed(question, [choice for _, choice in timed[:PLACED]])
+        timed = sorted([*timed, *clock.timed(moved)], key=_seconds)
+    found = evaluate(question, clock, [choice for _, choice in timed[:top]])
     least = _choice(lattice, *best.least_place) if best.least_place else None
     return Answer(
         tuple(found[:top]), legal_points, evaluated, fitting, float(lattice.peak_bytes(best.least)), least
     )
+
+
+def _seconds(timed: tuple[float, Choice]) -> float:
+    """What is sorted by: of equal times, what came first stays first."""
+    return timed[0]
 
 
 class _Best:
@@ -179,7 +185,7 @@ def evaluate(question: Question, clock: Clock, choices: list[Choice]) -> list[Fo
     if not choices:
         return []
     times = clock.times(choices)
-    middle, low, high = clock.interval(choices)
+    middle, low, high = clock.interval(choices, times)
     scale = (
         middle / times.total
     )  # a calibration corrects where runs are near; its share of each term is alike

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fivefold.core.cluster import Cluster
+from fivefold.core.layout import Layout
 from fivefold.core.model_counts import parameter_counts
-from fivefold.errors import UserError
+from fivefold.errors import LayoutError, UserError
 from fivefold.estimate.memory import BAND
 from fivefold.plan.lattice import Fixed, Lattice
 from fivefold.plan.question import Question
@@ -15,6 +16,8 @@ from fivefold.units import GIB, GIGA, format_bytes, format_count
 
 MOST_NODES = 65_536
 SHORTEST = 128
+NEED_OTHERS = ("ep", "etp", "zero", "sp", "chunks", "schedule")
+"""Parts of a layout whose rules depend on parts that may not be fixed."""
 
 
 def fits(question: Question, fixed: Fixed) -> bool:
@@ -39,6 +42,9 @@ def why_nothing(question: Question, fixed: Fixed, answer: Answer) -> str:
     """By how much the question has no answer."""
     spec = question.spec
     if answer.least is None:
+        rule = _forbidden(question, fixed)
+        if rule is not None:
+            return rule
         return (
             f"no layout of {spec.name} on {question.cluster} is legal with global batch {question.global_batch} and "
             f"{question.seq_len} tokens{' and what was fixed' if fixed.layout else ''}"
@@ -60,6 +66,21 @@ def why_nothing(question: Question, fixed: Fixed, answer: Answer) -> str:
         f"recompute {least.recompute} needs {format_bytes(answer.least_bytes)} of {format_bytes(have)}, "
         f"with {BAND:.0%} to spare {format_bytes(over)} too much"
     )
+
+
+def _forbidden(question: Question, fixed: Fixed) -> str | None:
+    """The rule that forbids what was fixed, whatever the rest; None where no rule forbids it by itself."""
+    alone = {name: value for name, value in fixed.layout.items() if name not in NEED_OTHERS}
+    if not alone:
+        return None
+    try:
+        layout = Layout(**alone)
+    except LayoutError as error:
+        return str(error)
+    rule = question.why_not(layout, fixed.micro_batch or 1)
+    if rule is None and question.devices % layout.world_size:
+        rule = f"{layout} takes {layout.world_size} devices, and {question.devices} are no multiple of them"
+    return rule
 
 
 def nearest_things(question: Question, fixed: Fixed) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 
 from fivefold.core.cluster import Cluster
 from fivefold.core.layout import Layout
@@ -34,7 +35,8 @@ def fits(question: Question, fixed: Fixed) -> bool:
 def refusal(question: Question, fixed: Fixed, answer: Answer) -> tuple[str, list[str]]:
     """Why there is no plan, in one line, and the nearest things that fit."""
     nearest = nearest_things(question, fixed)
-    hint = f"; nearest: {'; '.join(nearest)}" if nearest else "; nothing near it fits either"
+    nothing = "" if answer.least is None else "; nothing near it fits either"
+    hint = f"; nearest: {'; '.join(nearest)}" if nearest else nothing
     return why_nothing(question, fixed, answer) + hint, nearest
 
 
@@ -71,13 +73,16 @@ def why_nothing(question: Question, fixed: Fixed, answer: Answer) -> str:
 def _forbidden(question: Question, fixed: Fixed) -> str | None:
     """The rule that forbids what was fixed, whatever the rest; None where no rule forbids it by itself."""
     alone = {name: value for name, value in fixed.layout.items() if name not in NEED_OTHERS}
-    if not alone:
-        return None
+    ranks = lcm(question.devices, fixed.layout.get("ep", 1) * fixed.layout.get("etp", 1))
     try:
+        experts = Layout(
+            dp=ranks, **{name: fixed.layout[name] for name in ("ep", "etp") if name in fixed.layout}
+        )
         layout = Layout(**alone)
     except LayoutError as error:
         return str(error)
     rule = question.why_not(layout, fixed.micro_batch or 1)
+    rule = rule or replace(question, global_batch=ranks).why_not(experts, 1)
     if rule is None and question.devices % layout.world_size:
         rule = f"{layout} takes {layout.world_size} devices, and {question.devices} are no multiple of them"
     return rule

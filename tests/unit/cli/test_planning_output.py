@@ -131,3 +131,8 @@ def test_calibrate_says_why_rows_are_skipped_and_what_is_not_read(
     path.write_text(head + "unheard-of,4096,256,H100,16,dp16,8,3\n")
     assert run(["calibrate", str(path), "-o", str(tmp_path / "mine.json")]) == 2
     assert "line 2 (unheard-of): does not say layers" in capsys.readouterr().err
+
+
+def test_experts_that_do_not_divide_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "-m", "mixtral-8x7b", "-c", "8 H100", "--fix", "ep3"]) == 2
+    assert "8 experts are not divisible by 3; nearest legal ep: 2 or 4\n" in capsys.readouterr().err

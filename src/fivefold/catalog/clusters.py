@@ -81,6 +81,10 @@ def assumptions(given: Cluster) -> list[str]:
         if node is None or kind.device == "cpu":
             continue
         size = _node_size(kind, node)
+        if "devices_per_node" not in kind.model_fields_set:
+            said.append(
+                f"devices_per_node is not given: nodes of one {node.device}; usual are {node.devices}"
+            )
         if size != kind.devices_per_node:
             said.append(f"{kind.devices} {node.device} are nodes of {size}, as {node.name} has")
         many = len(given.nodes) > 1 or kind.count > 1 or size != kind.devices_per_node

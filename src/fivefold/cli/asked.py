@@ -23,8 +23,14 @@ OPTIONS = (
         "--cluster", "-c", required=True,
         help="Such as 32xA100-80GB, '4 nodes x 8 H100, 400 Gb/s', a name such as selene, or a YAML file.",
     ),
-    click.option("--seq-len", type=click.IntRange(1, 2**27), help="Tokens in a sequence. Default: 4096."),
-    click.option("--global-batch", type=click.IntRange(1, 10**6), help="Sequences in a step."),
+    click.option(
+        "--seq-len", type=click.IntRange(1, 2**27),
+        help="Tokens in a sequence. Default: 4096, or what the model takes.",
+    ),
+    click.option(
+        "--global-batch", type=click.IntRange(1, 10**6),
+        help="Sequences in a step. Default: 4 million tokens of them.",
+    ),
     click.option(
         "--precision", type=click.Choice(["bfloat16", "float16", "float32", "float8"]), default="bfloat16",
         show_default=True, help="Of products; weights are updated in float32.",
@@ -39,7 +45,7 @@ OPTIONS = (
     ),
     click.option(
         "--framework", default="standard", show_default=True,
-        help="The software that runs it: standard, megatron-core, fsdp, fivefold, ...",
+        help="The software that runs it: standard, megatron-core, fsdp, torchtitan, fivefold, ...",
     ),
     click.option(
         "--imbalance", type=FiniteRange(1, 1000), default=1.0, show_default=True,
@@ -64,14 +70,14 @@ def question(
     """What the options ask. Raises: a UserError naming the option that cannot be understood."""
     from fivefold.catalog.clusters import resolve as resolve_cluster
     from fivefold.catalog.models import resolve
-    from fivefold.estimate.stacks import stack
+    from fivefold.estimate.stacks import as_named
     from fivefold.plan.question import Question
 
     spec = resolve(model)
     return Question(
         spec=spec, cluster=resolve_cluster(cluster), seq_len=seq_len or min(SEQUENCE, spec.max_positions),
         global_batch=global_batch, precision=precision, grad_dtype=grad_dtype, optimizer=optimizer,
-        framework=stack(framework).name, imbalance=imbalance, offload=offload,
+        framework=as_named(framework).name, imbalance=imbalance, offload=offload,
     )  # fmt: skip
 
 

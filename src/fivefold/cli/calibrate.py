@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+MOST_LISTED = 10
+"""Skipped rows that are printed one by one."""
+
 if TYPE_CHECKING:
     from fivefold.plan.calibration import Calibration
     from fivefold.plan.suggest import Suggestion
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(runs: Path, output: Path | None, suggest: int | None, as_json: bool) -> None:
-    """Fit the planner to measured RUNS, a table in JSONL or CSV.
+    """Fit the planner to measured RUNS, a table in JSONL or CSV (docs/step_time.md has its columns and an example).
 
     With --suggest, rows without a measured time are those to choose from, and measured ones are known already; where
     all are measured, all are to choose from and none is looked at.
@@ -33,7 +36,7 @@ def command(runs: Path, output: Path | None, suggest: int | None, as_json: bool)
     from fivefold.cli.output import print_json
     from fivefold.plan.calibration import calibrate, save
     from fivefold.plan.priced import price
-    from fivefold.plan.runs_table import read_rows
+    from fivefold.plan.runs_table import read_rows, unread_columns
     from fivefold.plan.suggest import suggestions
 
     if output is None and suggest is None:
@@ -56,13 +59,20 @@ def command(runs: Path, output: Path | None, suggest: int | None, as_json: bool)
         _print(calibration, output, len(priced.skipped))
     for one in chosen:
         click.echo(one.text)
+    notes = [f"skipped {row.name}: {reason}" for row, reason in priced.skipped[:MOST_LISTED]]
+    if len(priced.skipped) > MOST_LISTED:
+        notes.append(f"... and {len(priced.skipped) - MOST_LISTED} more; `fivefold validate` lists them")
+    for note in (*notes, unread_columns(rows)):
+        if note:
+            click.echo(note)
 
 
 def _print(calibration: Calibration, output: Path, skipped: int) -> None:
     facts = calibration.facts()
     click.echo(
-        f"fitted to {facts['runs']} runs ({skipped} rows skipped); what one run adds to the noise of repeats: "
-        f"{100 * facts['noise']:.0f} %; left-out runs lie within {100 * facts['left_out_median']:.1f} % at the median"
+        f"fitted to {facts['runs']} runs ({skipped} rows skipped); half of them, each predicted "
+        f"from the others, are within {100 * facts['left_out_median']:.1f} %; beside the noise of repeats, a run has "
+        f"{100 * facts['noise']:.0f} % of its own"
     )
     moved = ", ".join(f"{name} x{factor:.2f}" for name, factor in facts["moved"].items())
     click.echo(f"coefficients that moved most: {moved or 'none'}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fivefold.cli import asked
+from fivefold.cli import asked, searched
 
 
 @click.command()
@@ -28,13 +28,15 @@ def command(
 ) -> int:
     """Estimate memory by rank and term of one layout, whether it fits, and the step time.
 
-    Works for any model that can be read, also one that cannot be run here. The global batch is, unless told otherwise,
-    four microbatches for each pipeline stage. Exit code 1 if the layout surely does not fit.
+    Works for any model that can be read, also one that cannot be run here. To compare layouts, `fivefold explain` tells
+    what every step away would change. Exit code 1 if the layout surely does not fit.
 
     \b
       fivefold estimate --model llama-2-70b --cluster 32xA100-80 --layout "tp8 pp4"
       fivefold estimate --model deepseek-v3 --cluster "2048 H800" --layout "dp128 pp16 ep64 zero1"
     """
+    from dataclasses import replace
+
     from fivefold.cli.output import print_json
     from fivefold.core.layout import Layout
     from fivefold.estimate.recompute import Recompute
@@ -43,9 +45,11 @@ def command(
     from fivefold.plan.search import evaluate
 
     layout, again = Layout.parse(text), Recompute.parse(recompute)
-    usual = layout.dp * micro_batch * (4 * layout.pp if layout.pp > 1 else 1)
-    options["global_batch"] = options["global_batch"] or usual
-    question = asked.question(**options)
+    question = searched.question(**options)
+    if not options["global_batch"]:
+        at_once = layout.dp * micro_batch
+        rounds = max(-(-question.global_batch // at_once), 4 * layout.pp)
+        question = replace(question, global_batch=rounds * at_once)
     question.check(layout, micro_batch)
     clock = Clock(question, loaded(calibration))
     (found,) = evaluate(question, clock, [Choice(layout, micro_batch, again)])
@@ -56,7 +60,7 @@ def command(
         reasons.append(
             f"nearest that fits: {nearest[0]}" if nearest else "no ZeRO stage or recompute makes it fit"
         )
-    reasons += [*asked.said(options["cluster"]), *clock.calibrated()]
+    reasons += [*searched.assumed(question, options), *clock.calibrated()]
     facts |= {
         "model": question.spec.name,
         "cluster": str(question.cluster),
@@ -71,24 +75,21 @@ def command(
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    from fivefold.cli.tables import make_console, make_table, say, span
     from fivefold.units import format_bytes, format_seconds
 
-    console = Console()
-    console.print(
+    console = make_console()
+    say(
+        console,
         f"{facts['model']} as {facts['layout']} on {facts['cluster']}: micro-batch {facts['micro_batch']}, "
-        f"global batch {facts['global_batch']}, {facts['seq_len']} tokens, recompute {facts['recompute']}",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    table = Table("memory", f"rank {facts['peak_rank']}", "share")
-    total = facts["peak_memory_bytes"]
+        f"global batch {facts['global_batch']} x {facts['seq_len']} tokens, recompute {facts['recompute']}",
+    )
+    table = make_table("memory", f"rank {facts['peak_rank']}", "of the device")
+    total, capacity = facts["peak_memory_bytes"], facts["capacity_bytes"]
     for term, n in facts["memory"].items():
         if n:
-            table.add_row(term, format_bytes(n), f"{n / total:.0%}")
-    table.add_section()
-    table.add_row("in all", format_bytes(total), f"{total / facts['capacity_bytes']:.0%} of the device")
+            table.add_row(term, format_bytes(n), f"{n / capacity:.1%}")
+    table.add_row("in all", format_bytes(total), f"{total / capacity:.1%}")
     console.print(table)
     shares = {
         term: s / facts["step_time_s"]
@@ -99,14 +100,13 @@ def _print(facts: dict[str, Any]) -> None:
         f"{term} {share:.1%}" for term, share in sorted(shares.items(), key=lambda pair: -pair[1])
     )
     mfu = f", MFU {facts['mfu']:.0%}" if facts["mfu"] else ""
-    console.print(
-        f"step: {format_seconds(facts['step_time_s'])} ({format_seconds(facts['step_time_p10_s'])} to "
-        f"{format_seconds(facts['step_time_p90_s'])}), {facts['tokens_per_s_per_gpu']:,.0f} tokens/s on each device"
-        f"{mfu}; {told}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    say(
+        console,
+        f"step: {format_seconds(facts['step_time_s'])} ({span(facts['step_time_p10_s'], facts['step_time_p90_s'])}), "
+        f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s on each device{mfu}; {told}",
+    )
     if len(facts["rank_memory_bytes"]) > 1:
         listed = "  ".join(format_bytes(n) for n in facts["rank_memory_bytes"])
-        console.print(f"pipeline ranks: {listed}", highlight=False, soft_wrap=True)
+        say(console, f"pipeline ranks: {listed}")
     for reason in facts["reasons"]:
-        console.print(reason, markup=False, highlight=False, soft_wrap=True)
+        say(console, reason)

@@ -51,7 +51,7 @@ def command(
     if found is None:
         fixed = searched.fixed(fix, micro_batch, recompute)
         return searched.refuse(question, fixed, answer, _asked(question), as_json)
-    assumed = [*asked.said(options["cluster"]), *clock.calibrated()]
+    assumed = [*searched.assumed(question, options), *clock.calibrated()]
     facts = _facts(question, clock, found, answer) | {"assumed": assumed}
     if html is not None:
         from fivefold.report.explain_page import write_page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cli.tables import make_console, make_table
+from fivefold.cli.tables import make_console, make_table, say, span, table_of_layouts
 from fivefold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -34,11 +34,6 @@ def show(facts: dict[str, Any]) -> None:
     _others(console, facts)
     for line in (*plan["reasons"], *facts["assumed"]):
         say(console, line)
-
-
-def say(console: Console, line: str) -> None:
-    """One line as it is."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def reasoned(console: Console, facts: dict[str, Any]) -> None:
@@ -102,14 +97,15 @@ def _others(console: Console, facts: dict[str, Any]) -> None:
         )
     say(console, f"not to be told apart: {facts['alike_text']}")
     if facts["alike"]:
-        table = make_table("layout", "micro-batch", "recompute", "step", "10-90 %", "by")
-        for one in facts["alike"][:MOST_ALIKE]:
-            spread = f"{format_seconds(one['step_time_p10_s'])} .. {format_seconds(one['step_time_p90_s'])}"
-            table.add_row(
-                one["layout"], str(one["micro_batch"]), one["recompute"], format_seconds(one["step_time_s"]), spread,
-                f"{one['step_time_ratio'] - 1:+.1%}",
-            )  # fmt: skip
-        console.print(table)
+        cells = [
+            [
+                one["layout"], str(one["micro_batch"]), one["recompute"], format_seconds(one["step_time_s"]),
+                span(one["step_time_p10_s"], one["step_time_p90_s"]), f"{one['step_time_ratio'] - 1:+.1%}",
+            ]
+            for one in facts["alike"][:MOST_ALIKE]
+        ]  # fmt: skip
+        names = ["layout", "micro-\nbatch", "recompute", "step", "10-90 %", "by"]
+        console.print(table_of_layouts(console, names, cells))
         rest = len(facts["alike"]) - MOST_ALIKE
         if rest > 0:
             say(console, f"and {rest} more")

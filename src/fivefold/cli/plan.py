@@ -49,7 +49,8 @@ def command(
 ) -> int:
     """Search all layouts of a model on a cluster: what fits, and what is fastest.
 
-    Where nothing fits, says by how much and the nearest things that do (exit code 2).
+    Where nothing fits, says by how much and the nearest things that do (exit code 2). What the parts of a layout mean:
+    README, Layouts.
 
     \b
       fivefold plan --model llama-3.1-70b --cluster "64 H100"
@@ -73,7 +74,7 @@ def command(
         return sweep(question, fixed, (*vary, *more), objective, known, as_json)
     clock, answer = searched.best(question, fixed, objective, known, top=top)
     facts = _facts(clock.question, answer, elapsed_s=time.perf_counter() - start)
-    facts["reasons"] = [*asked.said(options["cluster"]), *clock.calibrated()]
+    facts["reasons"] = [*searched.assumed(clock.question, options), *clock.calibrated()]
     if not answer.found:
         return searched.refuse(clock.question, fixed, answer, facts, as_json)
     if as_json:
@@ -103,8 +104,8 @@ def _facts(question: Question, answer: Answer, *, elapsed_s: float) -> dict[str,
 
 def _print(facts: dict[str, Any], why: dict[str, Any]) -> None:
     """`why`: the short explanation of the first plan."""
-    from fivefold.cli.explain_tables import reasoned, say
-    from fivefold.cli.tables import make_console, make_table
+    from fivefold.cli.explain_tables import reasoned
+    from fivefold.cli.tables import make_console, say, span, table_of_layouts
     from fivefold.units import format_count, format_seconds
 
     console = make_console()
@@ -113,15 +114,17 @@ def _print(facts: dict[str, Any], why: dict[str, Any]) -> None:
         f"{facts['model']} on {facts['cluster']}: global batch {facts['global_batch']} x {facts['seq_len']} tokens; "
         "tokens/s and memory of a device, mb: micro-batch",
     )
-    table = make_table("layout", "mb", "recompute", "step", "10-90 %", "tokens/s", "MFU", "memory")
-    for one in facts["plans"]:
-        table.add_row(
+    names = ["layout", "mb", "recompute", "step", "10-90 %", "tokens/s", "MFU", "memory"]
+    cells = [
+        [
             one["layout"], str(one["micro_batch"]), one["recompute"], format_seconds(one["step_time_s"]),
-            f"{format_seconds(one['step_time_p10_s'])} .. {format_seconds(one['step_time_p90_s'])}",
+            span(one["step_time_p10_s"], one["step_time_p90_s"]),
             format_count(one["tokens_per_s_per_gpu"]).strip(), f"{one['mfu']:.0%}" if one["mfu"] else "-",
             f"{one['peak_memory_bytes'] / one['capacity_bytes']:.0%}",
-        )  # fmt: skip
-    console.print(table)
+        ]
+        for one in facts["plans"]
+    ]  # fmt: skip
+    console.print(table_of_layouts(console, names, cells, spare=("tokens/s",)))
     best = facts["plans"][0]
     shares = {
         term: s / best["step_time_s"] for term, s in best["time"].items() if s > 0.001 * best["step_time_s"]
@@ -130,7 +133,9 @@ def _print(facts: dict[str, Any], why: dict[str, Any]) -> None:
         f"{term} {share:.1%}" for term, share in sorted(shares.items(), key=lambda pair: -pair[1])
     )
     reasoned(console, why)
-    for line in (f"time of the first: {told}", *best["reasons"], *facts["reasons"]):
+    price = best.get("price_per_million_tokens")
+    prices = [] if price is None else [f"price of the first: {price:.3g} per million tokens"]
+    for line in (f"time of the first: {told}", *prices, *best["reasons"], *facts["reasons"]):
         say(console, line)
     say(
         console,

@@ -74,8 +74,7 @@ def _row(
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from fivefold.cli.explain_tables import say
-    from fivefold.cli.tables import make_console, make_table
+    from fivefold.cli.tables import make_console, say, table_of_layouts
     from fivefold.units import format_count, format_seconds
 
     console = make_console()
@@ -84,9 +83,9 @@ def _print(facts: dict[str, Any]) -> None:
         f"{facts['model']} on {facts['cluster']}: global batch {facts['global_batch']} x {facts['seq_len']} tokens; "
         "tokens/s and memory of a device, mb: micro-batch",
     )
-    table = make_table(
+    names = [
         "variant",
-        "parameters",
+        "params",
         "active",
         "best layout",
         "mb",
@@ -95,18 +94,20 @@ def _print(facts: dict[str, Any]) -> None:
         "tokens/s",
         "MFU",
         "memory",
-    )
+    ]
+    cells = []
     for row in facts["variants"]:
         plan = row["plan"]
         if plan:
-            table.add_row(
+            cells.append([
                 row["variant"], format_count(row["total_parameters"]), format_count(row["active_parameters"]),
                 plan["layout"], str(plan["micro_batch"]), plan["recompute"], format_seconds(plan["step_time_s"]),
                 format_count(plan["tokens_per_s_per_gpu"]), f"{plan['mfu']:.0%}" if plan["mfu"] else "-",
                 f"{plan['peak_memory_bytes'] / plan['capacity_bytes']:.0%}",
-            )  # fmt: skip
-    if table.row_count:
-        console.print(table)
+            ])  # fmt: skip
+    if cells:
+        spare = ("tokens/s", "MFU", "recompute")
+        console.print(table_of_layouts(console, names, cells, layout="best layout", spare=spare))
     for row in facts["variants"]:
         if not row["plan"]:
             say(console, f"{row['variant']}: {row['refusal']}")

@@ -28,6 +28,24 @@ def question(**options: Any) -> Question:
     return replace(made, global_batch=batch)
 
 
+def assumed(question: Question, options: dict[str, Any]) -> list[str]:
+    """What was assumed beyond what was typed: of the step, the software and the cluster."""
+    said = asked.said(options["cluster"])
+    if not options["global_batch"]:
+        tokens = question.global_batch * question.seq_len
+        said = [
+            f"--global-batch is not given: {question.global_batch} sequences, {tokens:,} tokens a step",
+            *said,
+        ]
+    if question.seq_len > question.spec.max_positions:
+        said.append(
+            f"{question.seq_len} tokens are more than the model's {question.spec.max_positions} positions"
+        )
+    if options["framework"] != question.framework:
+        said.append(f"{options['framework']} is planned for as {question.framework}")
+    return said
+
+
 def fixed(text: str, micro_batch: int | None, recompute: str | None) -> Fixed:
     """Raises: LayoutError for a part that is not searched."""
     from fivefold.core.layout import Layout

@@ -19,6 +19,8 @@ COLOURS = {
 }
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 SPARK_WIDTH = 60
+LAYOUT_WIDTH = 26
+"""Characters of a line that a layout should have before it is broken further."""
 PIPE_WIDTH = 200
 """Columns when the output is no terminal: a table in a file or a pipe should not lose its columns."""
 
@@ -62,6 +64,55 @@ def make_table(*columns: Any, header: bool = True) -> Any:
     for i, column in enumerate(columns):
         made.add_column(column, no_wrap=i == 0, overflow="fold")
     return made
+
+
+def table_of_layouts(
+    console: Console, names: list[str], rows: list[list[str]], *, layout: str = "layout", spare: tuple[str, ...] = ()
+) -> Any:  # fmt: skip
+    """A table with a column of layouts: in a narrow terminal layouts are broken between their parts, numbers never.
+
+    `spare`: columns that are left out there, one by one, until a layout has room.
+    """
+    widths = {
+        name: max(len(line) for cell in (name, *(row[i] for row in rows)) for line in cell.split("\n"))
+        for i, name in enumerate(names)
+    }
+    kept = list(names)
+
+    def room() -> int:
+        return console.width - sum(widths[name] for name in kept if name != layout) - 2 * len(kept)
+
+    for name in spare:
+        if room() >= min(widths[layout], LAYOUT_WIDTH):
+            break
+        kept.remove(name)
+    made = make_table(*kept)
+    made.padding = (0, 1, 0, 0)
+    for column, name in zip(made.columns, kept):
+        column.no_wrap = name != layout
+    for row in rows:
+        made.add_row(*(cell for name, cell in zip(names, row) if name in kept))
+    return made
+
+
+def span(low_s: float, high_s: float) -> str:
+    """`40.5..56.6 s`: two times, with one unit where it is the same."""
+    from fivefold.units import format_seconds
+
+    low, high = format_seconds(low_s), format_seconds(high_s)
+    return f"{low.split()[0]}..{high}" if low.split()[-1] == high.split()[-1] else f"{low}..{high}"
+
+
+def say(console: Console, line: str) -> None:
+    """One line; in a terminal, broken between words, with what follows indented."""
+    import textwrap
+
+    if console.is_terminal:
+        indent = " " * (len(line) - len(line.lstrip()) + 3)
+        line = textwrap.fill(
+            line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def make_console() -> Console:

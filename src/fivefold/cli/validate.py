@@ -32,7 +32,7 @@ MOST_LISTED = 20
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def command(runs: Path, calibration: Path | None, folds: int | None, by: str, as_json: bool) -> None:
-    """Say how wrong the predictions are on measured RUNS, a table in JSONL or CSV.
+    """Say how wrong the predictions are on measured RUNS, a table in JSONL or CSV (docs/step_time.md).
 
     Runs that took part in a fit are not scored. Rows that cannot be priced are listed with the reason.
 
@@ -43,15 +43,16 @@ def command(runs: Path, calibration: Path | None, folds: int | None, by: str, as
     """
     from fivefold.cli.output import print_json
     from fivefold.plan.calibration import load
-    from fivefold.plan.runs_table import read_rows
+    from fivefold.plan.runs_table import read_rows, unread_columns
     from fivefold.plan.validate import validate
 
     if folds and calibration:
         raise click.UsageError("--folds makes its own calibrations; leave out --calibration")
     if by != "row" and not folds:
         raise click.UsageError("--by goes with --folds N")
+    rows = read_rows(runs)
     report = validate(
-        read_rows(runs),
+        rows,
         load(calibration) if calibration else None,
         folds=folds or 0,
         by=by,  # type: ignore[arg-type]
@@ -59,25 +60,23 @@ def command(runs: Path, calibration: Path | None, folds: int | None, by: str, as
     if as_json:
         print_json(report.summary())
     else:
-        _print(report)
+        _print(report, unread_columns(rows))
 
 
-def _print(report: Report) -> None:
-    import sys
-
+def _print(report: Report, note: str | None) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from fivefold.cli.tables import make_console, say
 
     summary = report.summary()
     table = Table(
         title="Predicted against measured, %",
         title_justify="left",
-        expand=True,
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("source", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("source", overflow="ellipsis", no_wrap=True)
     for name in ("runs", "mean", "median", "bias", "inside", "regret", "memory", "skipped"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for source, part in [*summary["by_source"].items(), ("all", {**summary, "rows": len(report.rows)})]:
@@ -89,11 +88,12 @@ def _print(report: Report) -> None:
             str(skipped if isinstance(skipped, int) else len(skipped)),
             end_section=source != "all" and source == list(summary["by_source"])[-1],
         )  # fmt: skip
-    console = Console(file=sys.stdout)
+    console = make_console()
     console.print(table)
     lines = [
-        "mean, median: of the absolute error of step time; inside: runs between their P10 and P90; regret: how "
-        "much slower the predicted best layout is than the measured best, 6 % or less counting as none",
+        "mean, median: of the absolute error of step time; bias: the mean error, negative where predictions are too "
+        "fast; inside: runs between their P10 and P90 (80 % is right); regret: how much slower the predicted best "
+        "layout is than the measured best, 6 % or less counting as none; memory: mean error of the peak",
     ]
     if summary["in_sample"]:
         lines.append(
@@ -104,8 +104,8 @@ def _print(report: Report) -> None:
     lines += [f"skipped {row.name}: {reason}" for row, reason in report.skipped[:MOST_LISTED]]
     if len(report.skipped) > MOST_LISTED:
         lines.append(f"... and {len(report.skipped) - MOST_LISTED} more; --json lists all")
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    for line in (*lines, *([note] if note else [])):
+        say(console, line)
 
 
 def _share(value: Any, *, places: int = 1, sign: bool = False) -> str:

@@ -71,6 +71,12 @@ def stack(name: str) -> Stack:
     return stacks()[name]
 
 
+def as_named(name: str) -> Stack:
+    """The stack of that name, or of the framework that is called so: torchtitan is fsdp. Raises ConfigError."""
+    found = of_framework(name)
+    return stack(name) if name in stacks() or found.name == DEFAULT else found
+
+
 def of_framework(framework: str, version: str = "") -> Stack:
     """The stack of a framework as a runs table names it; `standard` where nothing is known of it."""
     words = framework.lower()

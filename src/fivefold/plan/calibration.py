@@ -93,9 +93,11 @@ def calibrate(priced: Priced, prior: Coefficients | None = None) -> Calibration:
 
     timed = np.flatnonzero(np.isfinite(priced.measured_s))
     if len(timed) < FEWEST_RUNS:
+        first = [f"; {row.name}: {reason}" for row, reason in priced.skipped[:1]]
         raise RecordError(
             f"{len(timed)} rows have a measured step time and say enough to be priced; a calibration needs at least "
             f"{FEWEST_RUNS} (iter_time_s, tokens_per_s_per_gpu, samples_per_s_per_gpu, tflops_per_gpu or mfu)"
+            f"{''.join(first)}"
         )
     if len(timed) > MOST_RUNS:
         timed = timed[np.linspace(0, len(timed) - 1, MOST_RUNS).astype(int)]

@@ -181,6 +181,8 @@ def recompute_of(text: str, layers: int) -> tuple[float, bool]:
     if words.startswith("selective"):
         named = words.partition(":")[2]
         return 0.0, "core_attn" in named or "attention core" in words or not named
+    if "attention" in words.split("+"):
+        return 0.0, True
     return 0.0, False
 
 

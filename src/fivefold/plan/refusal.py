@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 
 from fivefold.core.cluster import Cluster
+from fivefold.core.layout import Layout
 from fivefold.core.model_counts import parameter_counts
-from fivefold.errors import UserError
+from fivefold.errors import LayoutError, UserError
 from fivefold.estimate.memory import BAND
 from fivefold.plan.lattice import Fixed, Lattice
 from fivefold.plan.question import Question
@@ -15,6 +17,8 @@ from fivefold.units import GIB, GIGA, format_bytes, format_count
 
 MOST_NODES = 65_536
 SHORTEST = 128
+NEED_OTHERS = ("ep", "etp", "zero", "sp", "chunks", "schedule")
+"""Parts of a layout whose rules depend on parts that may not be fixed."""
 
 
 def fits(question: Question, fixed: Fixed) -> bool:
@@ -31,7 +35,8 @@ def fits(question: Question, fixed: Fixed) -> bool:
 def refusal(question: Question, fixed: Fixed, answer: Answer) -> tuple[str, list[str]]:
     """Why there is no plan, in one line, and the nearest things that fit."""
     nearest = nearest_things(question, fixed)
-    hint = f"; nearest: {'; '.join(nearest)}" if nearest else "; nothing near it fits either"
+    nothing = "" if answer.least is None else "; nothing near it fits either"
+    hint = f"; nearest: {'; '.join(nearest)}" if nearest else nothing
     return why_nothing(question, fixed, answer) + hint, nearest
 
 
@@ -39,6 +44,9 @@ def why_nothing(question: Question, fixed: Fixed, answer: Answer) -> str:
     """By how much the question has no answer."""
     spec = question.spec
     if answer.least is None:
+        rule = _forbidden(question, fixed)
+        if rule is not None:
+            return rule
         return (
             f"no layout of {spec.name} on {question.cluster} is legal with global batch {question.global_batch} and "
             f"{question.seq_len} tokens{' and what was fixed' if fixed.layout else ''}"
@@ -60,6 +68,24 @@ def why_nothing(question: Question, fixed: Fixed, answer: Answer) -> str:
         f"recompute {least.recompute} needs {format_bytes(answer.least_bytes)} of {format_bytes(have)}, "
         f"with {BAND:.0%} to spare {format_bytes(over)} too much"
     )
+
+
+def _forbidden(question: Question, fixed: Fixed) -> str | None:
+    """The rule that forbids what was fixed, whatever the rest; None where no rule forbids it by itself."""
+    alone = {name: value for name, value in fixed.layout.items() if name not in NEED_OTHERS}
+    ranks = lcm(question.devices, fixed.layout.get("ep", 1) * fixed.layout.get("etp", 1))
+    try:
+        experts = Layout(
+            dp=ranks, **{name: fixed.layout[name] for name in ("ep", "etp") if name in fixed.layout}
+        )
+        layout = Layout(**alone)
+    except LayoutError as error:
+        return str(error)
+    rule = question.why_not(layout, fixed.micro_batch or 1)
+    rule = rule or replace(question, global_batch=ranks).why_not(experts, 1)
+    if rule is None and question.devices % layout.world_size:
+        rule = f"{layout} takes {layout.world_size} devices, and {question.devices} are no multiple of them"
+    return rule
 
 
 def nearest_things(question: Question, fixed: Fixed) -> list[str]:

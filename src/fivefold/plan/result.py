@@ -119,6 +119,7 @@ def state_reason(question: Question, layout: Layout, memory: MemoryEstimate) -> 
     n = question.numerics
     shared = ("none of it shared", "the optimizer's", "gradients and optimizer", "all of it")[layout.zero]
     zero = f"{shared} shared over {layout.data_shards} data ranks" if layout.zero else "without ZeRO"
+    zero += ", the optimizer's in the host's memory" if question.offload else ""
     return (
         f"states: {mean_state_bytes(memory) / GIGA:.3g} GB a device ({zero}); {n.states:g} bytes a parameter: "
         f"{n.weight:g} for the weight, {n.gradient:g} for its gradient, {n.optimizer:g} for {question.optimizer}"

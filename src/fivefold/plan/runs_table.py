@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fivefold.errors import RecordError
+from fivefold.core.layout import Layout
+from fivefold.errors import LayoutError, RecordError, nearest
 from fivefold.units import MIB, format_bytes
 
 MOST_BYTES = 64 * MIB
 MOST_ROWS = 200_000
 MOST_TEXT = 2000
+MOST_UNREAD = 8
 LARGEST = 1e15
 """No size, rate or count of a run is larger; a larger number is a damaged table."""
 
@@ -50,6 +52,9 @@ WORDS = (
     "peak_mem_rank", "attention_backend",
 )  # fmt: skip
 NUMBERS = ("gpu_mem_gib", "params_total_b", *MEASURED)
+LAYOUT = "layout"
+"""The column that may hold the layout as Fivefold's text, in place of the degrees one by one."""
+COLUMNS = frozenset((*WHOLE, *FLAGS, *WORDS, *NUMBERS, LAYOUT))
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Row:
     """Line of the file; of CSV: of the row, the header being line 1."""
     values: Mapping[str, Any]
     """Checked values of the known columns; a value that is missing is not there."""
+    unread: tuple[str, ...] = ()
+    """Its columns that are not known."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -69,7 +76,8 @@ class Row:
     @property
     def name(self) -> str:
         """How messages name it."""
-        return f"line {self.line} ({self.values.get('source', '-')}: {self.values.get('model_name', '-')})"
+        told = [self.values[name] for name in ("source", "model_name") if self.values.get(name)]
+        return f"line {self.line}" + (f" ({': '.join(told)})" if told else "")
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -83,7 +91,8 @@ def read_rows(path: Path) -> list[Row]:
     for line, record in records:
         if len(rows) >= MOST_ROWS:
             raise RecordError(f"{path}: more than {MOST_ROWS} rows; at most that many are read")
-        rows.append(Row(line, checked_record(record, f"{path}, line {line}")))
+        values = checked_record(record, f"{path}, line {line}")
+        rows.append(Row(line, values, tuple(name for name in record if name not in COLUMNS)))
     if not rows:
         raise RecordError(
             f"{path}: no rows; a runs table has one JSON object a line, or is CSV with a header"
@@ -171,7 +180,29 @@ def checked_record(record: Any, where: str) -> dict[str, Any]:
             _check_number(column, value, where)
         if column in FLAGS or column in WORDS or column in WHOLE or column in NUMBERS:
             found[column] = value
-    return found
+    text = record.get(LAYOUT)
+    return found if text in (None, "") else {**_degrees(text, where), **found}
+
+
+def _degrees(text: Any, where: str) -> dict[str, Any]:
+    """The columns that a layout's text stands for. Raises: RecordError."""
+    try:
+        layout = Layout.parse(str(text))
+    except LayoutError as error:
+        raise RecordError(f"{where}: {LAYOUT}: {error}") from None
+    whole = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp", "ep", "etp")}
+    of_pipeline = {"pp_schedule": layout.schedule, "vpp": layout.chunks} if layout.pp > 1 else {}
+    return {**whole, **of_pipeline, "zero_stage": layout.zero, "sequence_parallel": layout.sequence_parallel}
+
+
+def unread_columns(rows: list[Row]) -> str | None:
+    """One line on the columns that nothing reads, the nearest known one beside each; None where all are read."""
+    names = sorted({name for row in rows for name in row.unread})
+    if not names:
+        return None
+    told = [f"{name[:40]}{nearest(name, COLUMNS)}" for name in names[:MOST_UNREAD]]
+    more = f" and {len(names) - MOST_UNREAD} more" if len(names) > MOST_UNREAD else ""
+    return f"columns that are not read: {', '.join(told)}{more}"
 
 
 def _check_number(column: str, value: Any, where: str) -> None:

@@ -14,7 +14,8 @@ def render(facts: dict[str, Any]) -> str:
     """The whole page as text. `facts`: what `fivefold explain --json` prints."""
     from fivefold.report.explain_plots import draw_all
 
-    return fill("explain.html", draw_all(facts), **facts, facts=_head(facts))
+    steps = sorted(facts["counterfactuals"], key=lambda row: float(row["step_time_ratio"]))
+    return fill("explain.html", draw_all(facts), **{**facts, "counterfactuals": steps}, facts=_head(facts))
 
 
 def _head(facts: dict[str, Any]) -> dict[str, str]:

@@ -98,8 +98,9 @@ def test_the_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(figures) >= 5
     for figure in figures:
         ElementTree.fromstring(figure)
-    for row in facts["counterfactuals"]:
-        assert row["text"].replace(">", "&gt;") in page
+    steps = sorted(facts["counterfactuals"], key=lambda row: float(row["step_time_ratio"]))
+    places = [page.rindex(f"<li>{row['text'].replace('>', '&gt;')}") for row in steps]
+    assert places == sorted(places)
     assert not list(tmp_path.glob(".*"))
 
 

@@ -13,7 +13,7 @@ from fivefold.errors import RecordError
 from fivefold.estimate.software import era, release_year
 from fivefold.plan.priced import bits, counted_flops, price, recompute_of, schedule_of
 from fivefold.plan.run_devices import hardware
-from fivefold.plan.runs_table import MOST_BYTES, Row, read_rows
+from fivefold.plan.runs_table import MOST_BYTES, Row, read_rows, unread_columns
 
 RUN: dict[str, Any] = {
     "source": "here", "model_name": "m", "layers": 4, "hidden": 512, "heads": 8, "ffn_hidden": 2048, "seq_len": 1024,
@@ -192,3 +192,27 @@ def test_networks_of_a_table() -> None:
         found = hardware(gpu, 8, text, 4 if domain == 72 else 8)
         assert (found.nic_bytes_per_s * 8 / 1e9, found.domain) == (gbit, domain)
     assert hardware("A100-80GB", 8, "", None).peak_low_flops_per_s == 312e12  # it has no 8-bit floats
+
+
+def test_a_layout_stands_for_its_degrees(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in RUN.items() if name not in ("tp", "pp")}
+    layout = {"tp": 2, "pp": 2, "dp": 2, "cp": 1, "zero_stage": 1, "vpp": 2, "pp_schedule": "1f1b"}
+    given = {"sequence_parallel": True, "ep": 1, "etp": 1}
+    path = written(tmp_path, {**sizes, "layout": "dp2 tp2 pp2:1f1b*2 zero1"}, {**sizes, **layout, **given})
+    one, other = read_rows(path)
+    assert one.values == other.values
+    assert one.unread == ()
+    assert read_rows(written(tmp_path, {**sizes, "layout": "tp2", "tp": 4}))[0].tp == 4
+    with pytest.raises(RecordError, match=r"line 1: layout: unknown layout token 'TP2'"):
+        read_rows(written(tmp_path, {**sizes, "layout": "TP2"}))
+
+
+def test_columns_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    rows = read_rows(written(tmp_path, {**RUN, "gpus": 8}, {**RUN, "note": "x"}))
+    assert unread_columns(rows) == "columns that are not read: gpus (did you mean 'gpu'?), note"
+    assert unread_columns(read_rows(written(tmp_path, RUN))) is None
+
+
+@pytest.mark.parametrize("text", ["attention", "attention+mlp", "mlp+attention", "selective"])
+def test_recompute_of_attention_by_our_name_and_by_megatrons(text: str) -> None:
+    assert recompute_of(text, 32) == (0.0, True)

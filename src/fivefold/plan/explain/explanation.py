@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.core.model_counts import training_flops
-from fivefold.estimate.memory import BAND
 from fivefold.estimate.recompute import Recompute
 from fivefold.plan.clock import Choice, Clock
 from fivefold.plan.explain.alike import alike, alike_text, settling_runs
@@ -95,10 +94,10 @@ def _again(clock: Clock, found: Found) -> float:
 def triangle(question: Question, found: Found) -> dict[str, Any]:
     """Where the layout sits between memory, computation and communication.
 
-    How full the device is (with the band of the estimate), and which shares of the step compute and communicate; `at`
+    How full the device is, and which shares of the step compute and communicate; `at`
     are the three divided by their sum.
     """
-    full = float(found.memory.peak.total()) * (1 + BAND) / question.capacity_bytes
+    full = float(found.memory.peak.total()) / question.capacity_bytes
     shares = {
         "memory": full,
         "compute": found.terms["compute"] / found.step_s,

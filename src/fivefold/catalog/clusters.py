@@ -69,8 +69,17 @@ def resolve(text: str) -> Cluster:
 
 
 def complete(cluster: Cluster) -> Cluster:
-    """The same cluster with every figure filled in. Raises: ClusterError naming one that nobody states."""
-    return Cluster(nodes=tuple(_complete(kind, cluster) for kind in cluster.nodes))
+    """The same cluster with every figure filled in, and neighbours that are alike as one kind.
+
+    Raises: ClusterError naming a figure that nobody states.
+    """
+    kinds: list[NodeKind] = []
+    for kind in cluster.nodes:
+        made = _complete(kind, cluster)
+        if kinds and kinds[-1].replace(count=made.count) == made:
+            made = made.replace(count=made.count + kinds.pop().count)
+        kinds.append(made)
+    return Cluster(nodes=tuple(kinds))
 
 
 def assumptions(given: Cluster) -> list[str]:
@@ -174,9 +183,10 @@ def _node_size(kind: NodeKind, node: NodeType | None) -> int:
     sizes = [size for size in divisors(devices) if size <= node.devices and size % node.part == 0]
     if not sizes:
         below = devices // node.devices * node.devices
+        equal = max(size for size in divisors(devices) if size <= node.devices)
         raise ClusterError(
             f"{devices} {kind.device} are not whole nodes of {node.devices} ({node.name}); nearest: {below} or "
-            f"{below + node.devices}, or write the nodes: 2x{devices // 2} {kind.device}"
+            f"{below + node.devices}, or write the nodes: {devices // equal}x{equal} {kind.device}"
         )
     return sizes[-1]
 

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 USUAL_TOKENS = 4_194_304
 """Tokens of a step unless told otherwise: four million, or a sequence for every fourth device if that is more."""
 
+MOST_USUAL = 2**19
+"""Sequences of the usual step, however short: a power of two that `--global-batch` takes as well."""
+
 
 def question(**options: Any) -> Question:
     """What the options ask; without a global batch, of the usual one."""
     if options["global_batch"]:
         return asked.question(**options)
     made = asked.question(**{**options, "global_batch": 1})
-    batch = max(1, USUAL_TOKENS // made.seq_len, made.devices // 4)
+    batch = min(MOST_USUAL, max(1, USUAL_TOKENS // made.seq_len, made.devices // 4))
     return replace(made, global_batch=batch)
 
 

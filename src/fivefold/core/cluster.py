@@ -14,6 +14,7 @@ The file form (YAML) adds what a datasheet does not know, and devices that no ca
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,6 +22,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from fivefold.core.cluster_text import CPU, read_text
+from fivefold.core.regular_file import read_regular
 from fivefold.core.value import Value
 from fivefold.errors import ClusterError, ConfigError
 from fivefold.units import GIB, GIGA, KIB, MICRO, TERA, format_bytes
@@ -29,6 +31,13 @@ Precision = Literal["float32", "tfloat32", "float16", "bfloat16", "float8", "flo
 
 _MAX_FILE_BYTES = 64 * KIB
 _MAX_DEPTH = 10
+
+MOST_DEVICES = 10_000_000
+LARGEST = 1e18
+"""No memory, rate, peak or price of a device is more: a larger figure is in another unit."""
+SMALLEST_RATE = 1.0
+"""Nor is any bandwidth or peak less."""
+LONGEST_LATENCY_S = 10.0
 
 _FRIENDLY: dict[str, tuple[str, float]] = {
     "memory_gib": ("memory_bytes", GIB),
@@ -46,26 +55,26 @@ _FRIENDLY: dict[str, tuple[str, float]] = {
 class NodeKind(Value):
     """Nodes that are alike. Fields left at None are looked up by device name where they are needed."""
 
-    count: int = Field(default=1, gt=0)
-    devices_per_node: int = Field(default=1, gt=0)
+    count: int = Field(default=1, gt=0, le=MOST_DEVICES)
+    devices_per_node: int = Field(default=1, gt=0, le=MOST_DEVICES)
     """Devices that reach each other through the device link."""
     device: str = Field(min_length=1, max_length=100)
-    memory_bytes: int | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, gt=0, le=LARGEST)
     """Memory of one device."""
-    memory_bytes_per_s: float | None = Field(default=None, gt=0)
+    memory_bytes_per_s: float | None = Field(default=None, ge=SMALLEST_RATE, le=LARGEST)
     peak_flops_per_s: Mapping[Precision, float] | None = None
     """Dense matrix products by format."""
-    host_bytes_per_s: float | None = Field(default=None, gt=0)
+    host_bytes_per_s: float | None = Field(default=None, ge=SMALLEST_RATE, le=LARGEST)
     """One device to its host, one direction."""
-    intra_node_bytes_per_s: float | None = Field(default=None, gt=0)
+    intra_node_bytes_per_s: float | None = Field(default=None, ge=SMALLEST_RATE, le=LARGEST)
     """One device to its peers inside the node, one direction."""
-    inter_node_bytes_per_s: float | None = Field(default=None, gt=0)
+    inter_node_bytes_per_s: float | None = Field(default=None, ge=SMALLEST_RATE, le=LARGEST)
     """One device's share of the network between nodes, one direction."""
-    intra_node_latency_s: float | None = Field(default=None, ge=0)
-    inter_node_latency_s: float | None = Field(default=None, ge=0)
+    intra_node_latency_s: float | None = Field(default=None, ge=0, le=LONGEST_LATENCY_S)
+    inter_node_latency_s: float | None = Field(default=None, ge=0, le=LONGEST_LATENCY_S)
     network: str | None = Field(default=None, max_length=100)
     """A network of the catalog, for what of it is not given."""
-    price_per_hour: float | None = Field(default=None, gt=0)
+    price_per_hour: float | None = Field(default=None, gt=0, le=LARGEST)
     """Of one device, in any currency."""
 
     @model_validator(mode="before")
@@ -79,14 +88,25 @@ class NodeKind(Value):
                 continue
             if field in data:
                 raise ValueError(f"{key} and {field} are the same figure; give one of them")
-            data[field] = _scaled(data.pop(key), unit, key)
+            figure = _scaled(data.pop(key), unit, key)
+            whole = field == "memory_bytes" and isinstance(figure, float) and isfinite(figure)
+            data[field] = round(figure) if whole else figure
         return data
+
+    @model_validator(mode="after")
+    def _printable(self) -> Self:
+        if not self.device.isprintable():
+            raise ValueError(f"the name of a device has printable characters only, got {self.device!r}")
+        return self
 
     @model_validator(mode="after")
     def _positive_peaks(self) -> Self:
         for precision, figure in (self.peak_flops_per_s or {}).items():
-            if not 0 < figure < float("inf"):
-                raise ValueError(f"the peak of {precision} must be a positive number, got {figure}")
+            if not SMALLEST_RATE <= figure <= LARGEST:
+                raise ValueError(
+                    f"the peak of {precision} must be a positive number, {SMALLEST_RATE:g} to {LARGEST:g} FLOP/s, "
+                    f"got {figure:g}"
+                )
         return self
 
     @property
@@ -110,13 +130,16 @@ def _scaled(value: Any, unit: float, key: str) -> Any:
         return {name: _scaled(figure, unit, f"{key}.{name}") for name, figure in value.items()}
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{key} must be a number, got {str(value)[:60]!r}")
-    return value * unit
+    try:
+        return value * unit
+    except OverflowError:
+        raise ValueError(f"{key} is too large a number") from None
 
 
 class Cluster(Value):
     """Node kinds in rank order. In a config, the text form may stand in place of the fields."""
 
-    nodes: tuple[NodeKind, ...] = Field(min_length=1)
+    nodes: tuple[NodeKind, ...] = Field(min_length=1, max_length=100)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -136,6 +159,12 @@ class Cluster(Value):
     @classmethod
     def _accept_text(cls, data: Any) -> Any:
         return read_text(data) if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _limited(self) -> Self:
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"{self.devices:,} devices; at most {MOST_DEVICES:,} are planned for")
+        return self
 
     @property
     def devices(self) -> int:
@@ -170,7 +199,7 @@ def _read_yaml(path: Path) -> Any:
         if size > _MAX_FILE_BYTES:
             limit = format_bytes(_MAX_FILE_BYTES)
             raise ClusterError(f"cluster file {path} has {format_bytes(size)}; at most {limit} are read")
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
         _refuse_bombs(text, path)
         return yaml.safe_load(text)
     except OSError as error:

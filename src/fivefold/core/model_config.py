@@ -23,6 +23,7 @@ from fivefold.core.model_spec import (
     ModelSpec,
     YarnScaling,
 )
+from fivefold.core.regular_file import read_regular
 from fivefold.core.value import describe
 from fivefold.errors import ModelError, nearest
 from fivefold.units import MIB
@@ -315,8 +316,7 @@ def read(source: Mapping[str, Any] | str | Path, *, name: str | None = None) -> 
 def load_json(path: Path) -> Mapping[str, Any]:
     """A JSON object from an untrusted file of at most 4 MiB."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = read_regular(path, MOST_BYTES + 1)
     except OSError as error:
         raise ModelError(f"cannot read model config {path}: {error.strerror}") from None
     if len(content) > MOST_BYTES:

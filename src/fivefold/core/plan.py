@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -14,6 +13,7 @@ from fivefold.core.cluster import Cluster
 from fivefold.core.execution import Execution
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
+from fivefold.core.regular_file import read_regular, replace_text
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
 from fivefold.errors import ConfigError
@@ -72,12 +72,9 @@ class Plan(Value):
     def save(self, path: Path) -> None:
         """Write the file form, whole or not at all. Raises ConfigError where the disk refuses."""
         text = self.to_json() + "\n"
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            replace_text(path, text)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise ConfigError(f"cannot write plan {path}: {error.strerror}") from None
 
     @classmethod
@@ -88,7 +85,7 @@ class Plan(Value):
             if size > _MAX_FILE_BYTES:
                 limit = format_bytes(_MAX_FILE_BYTES)
                 raise ConfigError(f"plan {path} has {format_bytes(size)}; at most {limit} are read")
-            text = path.read_text(encoding="utf-8")
+            text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
         except OSError as error:
             raise ConfigError(f"cannot read plan {path}: {error.strerror}") from None
         except UnicodeDecodeError:

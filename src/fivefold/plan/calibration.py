@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fivefold.core.regular_file import read_regular, replace_text
 from fivefold.errors import RecordError
 from fivefold.estimate.coefficients import COMMON, Coefficients, Key, shipped
 from fivefold.plan.priced import Priced, price
@@ -123,12 +123,9 @@ def save(calibration: Calibration, path: Path) -> None:
         "weights": [round(weight, 4) for weight in fitted.weights.tolist()],
         "runs": [{k: v for k, v in row.values.items() if k in KEPT} for row in calibration.rows],
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise RecordError(f"cannot write calibration {path}: {error.strerror}") from None
 
 
@@ -191,7 +188,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise RecordError(
                 f"calibration {path} has {format_bytes(size)}; at most {format_bytes(MOST_BYTES)} are read"
             )
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, MOST_BYTES).decode("utf-8"))
     except OSError as error:
         raise RecordError(f"cannot read calibration {path}: {error.strerror}") from None
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ from typing import Literal
 from fivefold.core.cluster import Cluster, NodeKind
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
-from fivefold.errors import ClusterError, ConfigError
+from fivefold.errors import ClusterError, ConfigError, LayoutError
 from fivefold.estimate.memory import USABLE, Job, Numerics, numerics
 from fivefold.estimate.recompute import Recompute
 from fivefold.estimate.stacks import DEFAULT, Stack, stack
@@ -82,6 +82,10 @@ class Question:
 
     def check(self, layout: Layout, micro_batch: int) -> None:
         """Raises: LayoutError or WorkloadError for a layout that cannot be formed, or leaves devices over."""
+        if layout.schedule == "custom":
+            raise LayoutError(
+                f"{layout}: a list of actions of your own has no estimate; take 1f1b, gpipe, bfs, zbh1, zbv, dualpipev"
+            )
         legality.check_devices(layout, self.devices, str(self.cluster))
         legality.check(
             self.spec, layout, seq_len=self.seq_len, global_batch=self.global_batch, micro_batch=micro_batch

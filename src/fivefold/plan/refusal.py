@@ -49,7 +49,7 @@ def why_nothing(question: Question, fixed: Fixed, answer: Answer) -> str:
             return rule
         return (
             f"no layout of {spec.name} on {question.cluster} is legal with global batch {question.global_batch} and "
-            f"{question.seq_len} tokens{' and what was fixed' if fixed.layout else ''}"
+            f"{question.seq_len} tokens{' and what was fixed' if fixed != Fixed() else ''}"
         )
     parameters = parameter_counts(spec)["total_parameters"]
     states = parameters * question.numerics.states

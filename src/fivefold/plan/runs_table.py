@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fivefold.core.layout import Layout
+from fivefold.core.regular_file import read_regular
 from fivefold.errors import LayoutError, RecordError, nearest
 from fivefold.units import MIB, format_bytes
 
@@ -107,7 +108,8 @@ def _read_text(path: Path) -> str:
             raise RecordError(
                 f"{path} has {format_bytes(size)}; a runs table of at most {format_bytes(MOST_BYTES)} is read"
             )
-        return path.read_text(encoding="utf-8-sig")
+        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -208,10 +210,11 @@ def unread_columns(rows: list[Row]) -> str | None:
 def _check_number(column: str, value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RecordError(f"{where}: {column} is {str(value)[:40]!r}; a number")
-    if not math.isfinite(value):
-        raise RecordError(f"{where}: {column} is {value}; a runs table holds finite numbers only")
+    shown = str(value)[:40]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(f"{where}: {column} is {shown}; a runs table holds finite numbers only")
     if column in WHOLE and value != int(value):
-        raise RecordError(f"{where}: {column} is {value}; a whole number")
+        raise RecordError(f"{where}: {column} is {shown}; a whole number")
     least = 1 if (column in WHOLE and column not in ZERO_IS_FINE) or column == "gpu_mem_gib" else 0
     if not least <= value <= LARGEST:
-        raise RecordError(f"{where}: {column} is {value}; at least {least} and at most {LARGEST:.0e}")
+        raise RecordError(f"{where}: {column} is {shown}; at least {least} and at most {LARGEST:.0e}")

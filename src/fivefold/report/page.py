@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.regular_file import replaceable
 from fivefold.errors import RecordError
 from fivefold.units import format_bytes, format_count, format_seconds
 
@@ -51,11 +52,12 @@ def write_whole(texts: Mapping[Path, str]) -> None:
 
     Raises: OSError; then no file has changed, unless the disk refused in the midst of renaming.
     """
-    waiting = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in texts}
+    places = {replaceable(path): text for path, text in texts.items()}
+    waiting = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in places}
     try:
         for path, partial in waiting.items():
             with partial.open("w", encoding="utf-8") as file:
-                file.write(texts[path])
+                file.write(places[path])
                 file.flush()
                 os.fsync(file.fileno())  # a full disk must show before the old report is replaced
         for path, partial in waiting.items():

@@ -77,6 +77,11 @@ def test_what_was_assumed_is_said() -> None:
     ]
 
 
+def test_parts_that_are_alike_are_one_kind() -> None:
+    assert clusters.resolve("2x8 H100 + 3x8 H100") == clusters.resolve("5x8 H100")
+    assert len(clusters.resolve("2x8 H100 + 3x8 H200 + 1x8 H100").nodes) == 3
+
+
 def test_own_devices_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     path.write_text(
@@ -95,7 +100,8 @@ def test_own_devices_come_from_a_file(tmp_path: Path) -> None:
     [
         ("8 H10O", r"unknown device 'H10O' \(did you mean 'H100'\?\)"),
         ("4x8 H100, ib-ndrr", r"unknown network 'ib-ndrr' \(did you mean 'ib-ndr'\?\)"),
-        ("13 H100", "13 H100 are not whole nodes of 8 .* nearest: 8 or 16"),
+        ("13 H100", "13 H100 are not whole nodes of 8 .* nearest: 8 or 16, or write the nodes: 13x1 H100"),
+        ("18 H100", "18 H100 are not whole nodes of 8 .* nearest: 16 or 24, or write the nodes: 3x6 H100"),
         ("16 RTX 4090", "no usual network is known between nodes of RTX 4090; say it"),
         ("4x8 H100, 0 Gb/s", "must be more than 0"),
         ("4x8 H100, 400", "cannot read network '400'; write 400 Gb/s"),

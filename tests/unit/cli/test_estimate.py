@@ -109,6 +109,10 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
             "global batch 12 is not a multiple",
         ),
         (("-m", "gpt2", "-c", "8 H100", "-l", "dp8 ep2"), "gpt2 has no experts"),
+        (
+            ("-m", "gpt2", "-c", "8 H100", "-l", "dp4 pp2:custom"),
+            "actions of your own has no estimate; take 1f1b",
+        ),
     ],
 )
 def test_refused(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,19 @@ def test_table_and_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert plan["price_per_million_tokens"] == pytest.approx(2e6 / 3600 / plan["tokens_per_s_per_gpu"])
 
 
+def test_the_usual_batch_is_one_that_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """However short the sequences: else `estimate` could not be asked about a plan."""
+    question = ("-m", "tiny-llama", "-c", "1 H100", "--seq-len", "2")
+    facts = ask(capsys, *question, "--top", "1")
+    layout, size = facts["plans"][0]["layout"], str(facts["plans"][0]["micro_batch"])
+    batch = str(facts["global_batch"])
+    code = run(
+        ["estimate", *question, "--global-batch", batch, "-l", layout, "--micro-batch", size, "--json"]
+    )
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == facts["plans"][0]["step_time_s"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -89,8 +102,9 @@ def test_table_and_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (("-c", "8 H100", "--fix", "pp4:gpipe"), "gpipe is not searched; 1f1b, zbh1, zbv and dualpipev are"),
         (("-c", "8 H100", "--fix", "zero3/4"), "zero group is not searched"),
         (("-c", "8 H100", "--fix", "tp3"), "heads = 32 is not divisible by 3; nearest legal tp: 2 or 4"),
-            (("-c", "8 H100", "--fix", "tp4 cp4 pp1"), "takes 16 devices, and 8 are no multiple"),
-            (("-c", "8 H100", "--fix", "ep2"), "llama-3-8b has no experts, which ep2 etp1 would cut"),
+        (("-c", "8 H100", "--fix", "tp4 cp4 pp1"), "takes 16 devices, and 8 are no multiple"),
+        (("-c", "8 H100", "--fix", "ep2"), "llama-3-8b has no experts, which ep2 etp1 would cut"),
+        (("-c", "8 H100", "--micro-batch", "3"), "global batch 1024 is not a multiple of dp1 x micro-batch 3"),
         (("-c", "8 H100", "--calibration", "absent.json"), "absent.json"),
         (("-c", "cpu",), "cpu has no stated memory"),
         (("-c", "8 H100", "--recompute", "al"), "unknown part 'al'"),

@@ -73,6 +73,8 @@ def test_file(tmp_path: Path) -> None:
         ("8 " + "H" * 101, "at most 100 characters"),
         ("8 H100" * 300, "at most 1000 are read"),
         ("absent.yaml", "cannot read cluster file absent.yaml: No such file"),
+        ("9999999x9999999 H100", "99,999,980,000,001 devices; at most 10,000,000"),
+        ("9999999 H100 + 2 H100", "10,000,001 devices; at most 10,000,000"),
     ],
 )
 def test_refused_text(text: str, message: str) -> None:
@@ -95,8 +97,10 @@ def test_refused_text(text: str, message: str) -> None:
         (b"a: &a [1]\nnodes: *a", "uses YAML aliases"),
         (b"x: !!python/object/apply:os.getcwd []", "is not YAML"),
         (b"#" * 70_000, "at most 64 KiB are read"),
+        (b"nodes: [" + b"{device: H100}, " * 101 + b"]", "at most 100 values"),
+        (b'nodes: [{device: "a\\nb"}]', "printable characters only"),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_refused_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "ours.yaml"
@@ -104,6 +108,32 @@ def test_refused_files(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(ClusterError, match=message) as caught:
         Cluster.parse(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("figure", ["1" + "0" * 400, "1.0e+300", "-1", "0", ".inf", ".nan", "many"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "count", "memory_gib", "memory_bytes", "memory_gb_s", "link_gb_s", "host_bytes_per_s", "network_gbit_s",
+        "price_per_hour", "peak_flops_per_s",
+    ],
+)  # fmt: skip
+def test_absurd_figures_are_refused(tmp_path: Path, key: str, figure: str) -> None:
+    """Whatever the figure, it is one line that names it; none reaches the arithmetic."""
+    path = tmp_path / "ours.yaml"
+    path.write_text(
+        f"nodes: [{{device: Ours, {key}: {f'{{bfloat16: {figure}}}' if key.startswith('peak') else figure}}}]"
+    )
+    with pytest.raises(ClusterError, match=r"nodes\.0") as caught:
+        Cluster.parse(str(path))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_memory_need_not_be_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("nodes: [{device: Ours, memory_gib: 79.15}]")
+    assert Cluster.parse(str(path)).nodes[0].memory_bytes == round(79.15 * 2**30)
 
 
 def test_catalog_figures_by_hand() -> None:

@@ -36,6 +36,8 @@ def rows_of(*rows: dict[str, Any]) -> list[Row]:
     ("change", "said"),
     [
         ('"iter_time_s": NaN', "line 2: NaN"),
+        ('"iter_time_s": 1' + "0" * 400, "iter_time_s is 1000"),
+        ('"layers": 1' + "0" * 400, "layers is 1000"),
         ('"iter_time_s": 1e999', "iter_time_s is inf"),
         ('"iter_time_s": -1', "iter_time_s is -1"),
         ('"tp": 0', "tp is 0"),

@@ -7,8 +7,6 @@ from typing import Any
 from fivefold.core.model_counts import training_flops
 from fivefold.estimate.recompute import Recompute
 from fivefold.plan.clock import Choice, Clock
-from fivefold.plan.explain.alike import alike, alike_text, settling_runs
-from fivefold.plan.explain.axes import axes
 from fivefold.plan.explain.binding import binding, resources
 from fivefold.plan.explain.steps import counterfactuals
 from fivefold.plan.explain.why import reasoning
@@ -32,6 +30,9 @@ def short(question: Question, clock: Clock, found: Found) -> dict[str, Any]:
 
 def explain(question: Question, clock: Clock, found: Found, answer: Answer) -> dict[str, Any]:
     """Why a layout, and not another. `answer`: of a search of the same question, at least `CANDIDATES` plans."""
+    from fivefold.plan.explain.alike import alike, alike_text, settling_runs
+    from fivefold.plan.explain.axes import axes
+
     steps = counterfactuals(question, clock, found)
     best = answer.found[0] if answer.found else None
     others = alike(found, answer.found)

@@ -18,6 +18,10 @@ from fivefold.plan import legality
 Precision = Literal["bfloat16", "float16", "float32", "float8"]
 
 
+MOST_LAYERS = 512
+"""Four times as many as any known model has; the search takes longer with every way to cut them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """Raises: ClusterError for a cluster whose nodes differ."""
@@ -46,6 +50,10 @@ class Question:
         if self.node.memory_bytes is None:
             raise ClusterError(
                 f"{self.cluster} has no stated memory; plan for devices of the catalog or a cluster file"
+            )
+        if self.spec.layers > MOST_LAYERS:
+            raise ConfigError(
+                f"{self.spec.name} has {self.spec.layers:,} layers; models of at most {MOST_LAYERS} are planned for"
             )
         if not 1 <= self.imbalance <= 1000:
             raise ConfigError(

@@ -14,7 +14,7 @@ from fivefold.catalog.clusters import resolve
 from fivefold.core.cluster import Cluster
 from fivefold.core.layout import Layout
 from fivefold.core.layout_checks import divisors
-from fivefold.errors import UserError
+from fivefold.errors import ConfigError, UserError
 from fivefold.estimate.memory import BAND, USABLE, estimate
 from fivefold.plan.clock import Choice, Clock
 from fivefold.plan.lattice import Fixed, Lattice, schedules
@@ -204,3 +204,10 @@ def test_longest_sequence_and_largest_micro_batch_are_at_the_limit() -> None:
     assert not fits(replace(asked, seq_len=length * 2), Fixed())
     size = largest_micro_batch(asked, Fixed(recompute=Lattice(asked).recompute[0]))
     assert size >= 1
+
+
+def test_a_model_that_would_take_minutes_is_refused() -> None:
+    spec = models.preset("tiny-llama")
+    many = spec.replace(blocks=spec.blocks[:1] * 513)
+    with pytest.raises(ConfigError, match="513 layers; models of at most 512 are planned for"):
+        Question(spec=many, cluster=resolve("8 H100"), seq_len=512, global_batch=8)

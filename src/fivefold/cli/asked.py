@@ -17,9 +17,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 SEQUENCE = 4096
 """Tokens in a sequence unless told otherwise, or what the model can take if that is less."""
 
-COLLECT_AFTER = 100_000
-"""New objects after which garbage is looked for: a command of half a second leaves none that is worth its time."""
-
 OPTIONS = (
     click.option("--model", "-m", required=True, help="A preset such as llama-3.1-70b, or a path to a config.json."),
     click.option(
@@ -71,9 +68,6 @@ def question(
     optimizer: Any, framework: str, imbalance: float, offload: bool,
 ) -> Question:  # fmt: skip
     """What the options ask. Raises: a UserError naming the option that cannot be understood."""
-    import gc
-
-    gc.set_threshold(COLLECT_AFTER)
     from fivefold.catalog.clusters import resolve as resolve_cluster
     from fivefold.catalog.models import resolve
     from fivefold.estimate.stacks import as_named

@@ -34,6 +34,7 @@ def command(runs: Path, output: Path | None, suggest: int | None, as_json: bool)
       fivefold calibrate candidates.csv --suggest 30
     """
     from fivefold.cli.output import print_json
+    from fivefold.cli.tables import skipped_lines
     from fivefold.plan.calibration import calibrate, save
     from fivefold.plan.priced import price
     from fivefold.plan.runs_table import read_rows, unread_columns
@@ -59,9 +60,7 @@ def command(runs: Path, output: Path | None, suggest: int | None, as_json: bool)
         _print(calibration, output, len(priced.skipped))
     for one in chosen:
         click.echo(one.text)
-    notes = [f"skipped {row.name}: {reason}" for row, reason in priced.skipped[:MOST_LISTED]]
-    if len(priced.skipped) > MOST_LISTED:
-        notes.append(f"... and {len(priced.skipped) - MOST_LISTED} more; `fivefold validate` lists them")
+    notes = skipped_lines(priced.skipped, MOST_LISTED, rest="`fivefold validate` lists them")
     for note in (*notes, unread_columns(rows)):
         if note:
             click.echo(note)

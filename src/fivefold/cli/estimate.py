@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fivefold.cli import asked, searched
+from fivefold.cli import asked, process, searched
 
 
 @click.command()
@@ -45,6 +45,7 @@ def command(
     from fivefold.plan.search import evaluate
 
     layout, again = Layout.parse(text), Recompute.parse(recompute)
+    process.collect_rarely()
     question = searched.question(**options)
     if not options["global_batch"]:
         at_once = layout.dp * micro_batch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fivefold.cli import asked, searched
+from fivefold.cli import asked, process, searched
 
 if TYPE_CHECKING:
     from fivefold.plan.clock import Choice, Clock
@@ -45,6 +45,7 @@ def command(
     from fivefold.cli.output import print_json
     from fivefold.plan.clock import Clock, loaded
 
+    process.collect_rarely()
     question = searched.question(**options)
     clock = Clock(question, loaded(calibration))
     found, answer = _found(question, clock, text, fix, micro_batch, recompute)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fivefold.cli import asked, searched
+from fivefold.cli import asked, process, searched
 
 if TYPE_CHECKING:
     from fivefold.plan.question import Question
@@ -64,6 +64,7 @@ def command(
     from fivefold.plan.clock import loaded
 
     start = time.perf_counter()
+    process.collect_rarely()
     question = searched.question(**options)
     fixed, known = searched.fixed(text, micro_batch, recompute), loaded(calibration)
     if more and not vary:

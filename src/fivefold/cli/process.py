@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -86,3 +87,11 @@ def let_node_rank_0_speak() -> None:
     """Return at once where this rank is the one to tell of a mistake, else when no other seems to have made it."""
     if launched() and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(NODE_RANK_0_SPEAKS_S)
+
+
+COLLECT_AFTER = 100_000
+
+
+def collect_rarely() -> None:
+    """Look for garbage after so many new objects: a command of half a second leaves none that is worth its time."""
+    gc.set_threshold(COLLECT_AFTER)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from fivefold.plan.runs_table import Row
 
 COLOURS = {
     "running": "cyan",
@@ -113,6 +116,14 @@ def say(console: Console, line: str) -> None:
             line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def skipped_lines(skipped: Sequence[tuple[Row, str]], most: int, *, rest: str) -> list[str]:
+    """Rows of a runs table that are left out, with the reason; `rest`: where more than `most` are listed."""
+    lines = [f"skipped {row.name}: {reason}" for row, reason in skipped[:most]]
+    if len(skipped) > most:
+        lines.append(f"... and {len(skipped) - most} more; {rest}")
+    return lines
 
 
 def make_console() -> Console:

@@ -67,7 +67,7 @@ def _print(report: Report, note: str | None) -> None:
     from rich import box
     from rich.table import Table
 
-    from fivefold.cli.tables import make_console, say
+    from fivefold.cli.tables import make_console, say, skipped_lines
 
     summary = report.summary()
     table = Table(
@@ -101,9 +101,7 @@ def _print(report: Report, note: str | None) -> None:
         )
     elif summary["fitted"]:
         lines.append(f"{summary['fitted']} runs took part in the fit and are not scored")
-    lines += [f"skipped {row.name}: {reason}" for row, reason in report.skipped[:MOST_LISTED]]
-    if len(report.skipped) > MOST_LISTED:
-        lines.append(f"... and {len(report.skipped) - MOST_LISTED} more; --json lists all")
+    lines += skipped_lines(report.skipped, MOST_LISTED, rest="--json lists all")
     for line in (*lines, *([note] if note else [])):
         say(console, line)
 

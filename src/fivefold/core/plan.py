@@ -13,7 +13,7 @@ from fivefold.core.cluster import Cluster
 from fivefold.core.execution import Execution
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
-from fivefold.core.regular_file import read_regular, replace_text
+from fivefold.core.regular_file import read_regular, write_whole
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
 from fivefold.errors import ConfigError
@@ -73,7 +73,7 @@ class Plan(Value):
         """Write the file form, whole or not at all. Raises ConfigError where the disk refuses."""
         text = self.to_json() + "\n"
         try:
-            replace_text(path, text)
+            write_whole({path: text})
         except OSError as error:
             raise ConfigError(f"cannot write plan {path}: {error.strerror}") from None
 

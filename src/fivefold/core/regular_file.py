@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -32,13 +34,22 @@ def replaceable(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all. Raises: OSError as `replaceable`, or what the disk says."""
-    place = replaceable(path)
-    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+def write_whole(texts: Mapping[Path, str]) -> None:
+    """Write files into folders that are there; all are on the disk before the first takes its place.
+
+    Raises: OSError; then no file has changed, unless the disk refused in the midst of renaming.
+    """
+    places = {replaceable(path): text for path, text in texts.items()}
+    waiting = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in places}
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(place)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+        for path, partial in waiting.items():
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(places[path])
+                file.flush()
+                os.fsync(file.fileno())  # a full disk must show before what was there is replaced
+        for path, partial in waiting.items():
+            partial.replace(path)
+    finally:
+        for partial in waiting.values():
+            with contextlib.suppress(OSError):
+                partial.unlink()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.regular_file import read_regular, replace_text
+from fivefold.core.regular_file import read_regular, write_whole
 from fivefold.errors import RecordError
 from fivefold.estimate.coefficients import COMMON, Coefficients, Key, shipped
 from fivefold.plan.priced import Priced, price
@@ -124,7 +124,7 @@ def save(calibration: Calibration, path: Path) -> None:
         "runs": [{k: v for k, v in row.values.items() if k in KEPT} for row in calibration.rows],
     }
     try:
-        replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        write_whole({path: json.dumps(content, indent=1, allow_nan=False) + "\n"})
     except OSError as error:
         raise RecordError(f"cannot write calibration {path}: {error.strerror}") from None
 

@@ -81,9 +81,7 @@ class Clock:
         from fivefold.plan.taught import taught
 
         q = self.question
-        return taught(
-            self.calibration, self._hardware, q.framework, self._nic if q.devices > q.domain else None
-        )
+        return taught(self.calibration, self._hardware, q.framework, self._nic if q.several_nodes else None)
 
     def calibrated(self) -> list[str]:
         """What the calibration knows of the question's cluster, in words."""
@@ -292,10 +290,8 @@ class Clock:
             )
         low: Precision = {8: "float8", 16: "bfloat16", 32: "float32"}[BITS[q.precision]]  # type: ignore[assignment]
         taught = self.taught
-        inside = (
-            taught is not None and q.devices <= q.domain
-        )  # no network is used: that of the runs is as good
-        nic = taught.nic_bytes_per_s if taught and inside else self._nic
+        # on one node no network is used: that of the runs is as good
+        nic = taught.nic_bytes_per_s if taught and not q.several_nodes else self._nic
         model = {
             "blocks": tuple(self._blocks(block) for block in dict.fromkeys(q.spec.blocks)),
             "hidden": number(q.spec.hidden), "vocab": number(q.spec.vocab), "tied": np.array([q.spec.tied_embeddings]),

@@ -74,6 +74,11 @@ class Question:
         return self.node.devices_per_node
 
     @property
+    def several_nodes(self) -> bool:
+        """Whether anything is sent beyond the device link."""
+        return self.devices > self.domain
+
+    @property
     def capacity_bytes(self) -> float:
         """What a program can get of one device's memory."""
         assert self.node.memory_bytes is not None

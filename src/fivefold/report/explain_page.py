@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.regular_file import write_whole
 from fivefold.errors import RecordError
-from fivefold.report.page import fill, write_whole
+from fivefold.report.page import fill
 from fivefold.units import format_bytes, format_count, format_seconds
 
 

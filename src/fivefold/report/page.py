@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.regular_file import replaceable
+from fivefold.core.regular_file import write_whole
 from fivefold.errors import RecordError
 from fivefold.units import format_bytes, format_count, format_seconds
 
@@ -45,24 +43,3 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> None:
         size = sum(len(text.encode()) for text in texts.values())
         hint = f"; {format_bytes(size)} are needed" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise RecordError(f"cannot write the report to {folder}: {error.strerror or error}{hint}") from None
-
-
-def write_whole(texts: Mapping[Path, str]) -> None:
-    """Write files into folders that are there; all are on the disk before the first takes its place.
-
-    Raises: OSError; then no file has changed, unless the disk refused in the midst of renaming.
-    """
-    places = {replaceable(path): text for path, text in texts.items()}
-    waiting = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in places}
-    try:
-        for path, partial in waiting.items():
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(places[path])
-                file.flush()
-                os.fsync(file.fileno())  # a full disk must show before the old report is replaced
-        for path, partial in waiting.items():
-            partial.replace(path)
-    finally:
-        for partial in waiting.values():
-            with contextlib.suppress(OSError):
-                partial.unlink()

@@ -91,7 +91,7 @@ def fast_domain(question: Question, layout: Layout) -> dict[str, Any]:
     inside = {axis: degree for axis, (degree, span) in spans(layout).items() if span <= domain}
     beyond = {axis: degree for axis, (degree, span) in spans(layout).items() if span > domain}
     speed = f" at {format_count(link)}B/s" if link else ""
-    if question.devices > domain and link and network:
+    if question.several_nodes and link and network:
         speed += f", {format_count(network)}B/s beyond ({link / network:.2g} times less)"
     told = [f"{text}: {_listed(part)}" for text, part in (("inside", inside), ("across", beyond)) if part]
     return {

@@ -6,6 +6,7 @@ optimizer, 16-bit ones in its float16 optimizer; sequence parallelism with tp in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from fivefold.catalog.clusters import resolve
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
-from fivefold.errors import UserError
+from fivefold.errors import ConfigError, UserError
 from fivefold.estimate import stacks
 from fivefold.estimate.memory import USABLE, Job, Measure, MemoryEstimate, estimate, numerics
 from fivefold.estimate.recompute import Recompute
@@ -105,8 +106,10 @@ def measure_of(row: Row) -> Measure:
 
 
 def recompute_of(text: str, framework: str) -> Recompute:
-    """The recompute that a row's words name, in the words of Megatron or of torchtitan."""
+    """The recompute that a row's words name: our own, or the words of Megatron or of torchtitan."""
     words = text.lower()
+    with contextlib.suppress(ConfigError):
+        return Recompute.parse(words)
     if words.startswith("full"):
         return Recompute(("full",))
     if not words.startswith("selective"):

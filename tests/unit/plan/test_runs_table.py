@@ -11,6 +11,7 @@ import pytest
 
 from fivefold.errors import RecordError
 from fivefold.estimate.software import era, release_year
+from fivefold.plan import memory_rows
 from fivefold.plan.priced import bits, counted_flops, price, recompute_of, schedule_of
 from fivefold.plan.run_devices import hardware
 from fivefold.plan.runs_table import MOST_BYTES, Row, read_rows, unread_columns
@@ -218,3 +219,8 @@ def test_columns_that_nothing_reads_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["attention", "attention+mlp", "mlp+attention", "selective"])
 def test_recompute_of_attention_by_our_name_and_by_megatrons(text: str) -> None:
     assert recompute_of(text, 32) == (0.0, True)
+
+
+@pytest.mark.parametrize("text", ["none", "full", "full/2", "attention", "mlp", "attention+mlp", "moe"])
+def test_memory_of_a_row_knows_our_own_words_of_recompute(text: str) -> None:
+    assert str(memory_rows.recompute_of(text, "Fivefold")) == text

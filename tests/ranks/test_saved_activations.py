@@ -6,7 +6,6 @@ there when the next layer begins.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from itertools import pairwise, product
 from typing import Any
@@ -31,6 +30,8 @@ from fivefold.estimate.saved import Share, own_kernels
 from fivefold.runtime.launch import Rank, run_ranks
 from fivefold.runtime.memory import LiveBytes
 from fivefold.runtime.mesh import Mesh
+
+from .live_memory import settled
 
 SEQ_LEN, ROWS, LAYER = 48, 2, "1"
 
@@ -79,16 +80,6 @@ def lives(rank: Rank, plan: Plan) -> list[int]:
             layer.register_forward_pre_hook(lambda *_: begun.append(settled(memory)))
         engine.step(load, 1e-3)
     return [after - before for before, after in pairwise(begun)]
-
-
-def settled(memory: LiveBytes) -> int:
-    """Live bytes once they stay the same: threads that communicate let go of their buffers a moment later."""
-    last, same = memory.live_bytes, 0
-    while same < 10:
-        time.sleep(0.005)
-        same = same + 1 if memory.live_bytes == last else 0
-        last = memory.live_bytes
-    return last
 
 
 def plan_of(spec: ModelSpec, text: str, dtype: DType, recompute: str = "none") -> Plan:

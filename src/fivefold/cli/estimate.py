@@ -48,6 +48,7 @@ def command(
     process.collect_rarely()
     question = searched.question(**options)
     if not options["global_batch"]:
+        question.check_devices(layout, micro_batch)
         at_once = layout.dp * micro_batch
         rounds = max(-(-question.global_batch // at_once), 4 * layout.pp)
         question = replace(question, global_batch=rounds * at_once)

@@ -7,6 +7,8 @@ of each rule is asked of their sizes.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from math import log2
 
 from fivefold.core.execution import MOST_MICROBATCHES, Execution, microbatches
 from fivefold.core.layout import Layout
@@ -16,6 +18,7 @@ from fivefold.errors import LayoutError, UserError, nearest_numbers
 from fivefold.strategies.context import rules as context
 from fivefold.strategies.data import rules as data
 from fivefold.strategies.expert import rules as expert
+from fivefold.strategies.legal import shapes
 from fivefold.strategies.pipeline import rules as pipeline
 from fivefold.strategies.tensor import rules as tensor
 
@@ -41,18 +44,26 @@ def check(spec: ModelSpec, layout: Layout, *, seq_len: int, global_batch: int, m
     data.check_schedule(layout, kinds, experts=bool(expert.routed_layers(spec)))
 
 
-def check_devices(layout: Layout, devices: int, cluster: str) -> None:
-    """Raises: LayoutError where a layout does not take all devices, with the nearest that does."""
+def check_devices(layout: Layout, devices: int, cluster: str, legal: Callable[[Layout], bool]) -> None:
+    """Raises: LayoutError where a layout does not take all devices, with the nearest `legal` one that does."""
     if layout.world_size == devices:
         return
-    dp, rest = divmod(devices, layout.world_size // layout.dp)
-    nearest = ""
-    if dp and not rest:
-        with contextlib.suppress(LayoutError):  # more data ranks may not divide by ep or a group
-            nearest = f"; nearest: {layout.replace(dp=dp)}"
+    found = next(filter(legal, _all_devices(layout, devices)), None)
+    nearest = f"; nearest: {found}" if found is not None else ""
     raise LayoutError(
         f"{layout} takes {layout.world_size} devices (dp x tp x pp x cp), but {cluster} has {devices}{nearest}"
     )
+
+
+def _all_devices(layout: Layout, devices: int) -> Iterator[Layout]:
+    """The layout with other degrees that take all devices, those first whose tp, pp and cp change least."""
+
+    def changed(shape: tuple[int, int, int, int]) -> float:
+        return sum(abs(log2(new / old)) for new, old in zip(shape[1:], (layout.tp, layout.pp, layout.cp)))
+
+    for dp, tp, pp, cp in sorted(shapes(devices), key=changed):
+        with contextlib.suppress(LayoutError):  # such data ranks may not divide by ep or a group
+            yield layout.replace(dp=dp, tp=tp, pp=pp, cp=cp)
 
 
 def why_not(

@@ -99,9 +99,15 @@ class Question:
             raise LayoutError(
                 f"{layout}: a list of actions of your own has no estimate; take 1f1b, gpipe, bfs, zbh1, zbv, dualpipev"
             )
-        legality.check_devices(layout, self.devices, str(self.cluster))
+        self.check_devices(layout, micro_batch)
         legality.check(
             self.spec, layout, seq_len=self.seq_len, global_batch=self.global_batch, micro_batch=micro_batch
+        )
+
+    def check_devices(self, layout: Layout, micro_batch: int) -> None:
+        """Raises: LayoutError for a layout that leaves devices over or needs more, with the nearest that does not."""
+        legality.check_devices(
+            layout, self.devices, str(self.cluster), lambda one: self.why_not(one, micro_batch) is None
         )
 
     def why_not(self, layout: Layout, micro_batch: int) -> str | None:

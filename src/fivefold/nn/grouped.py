@@ -1,7 +1,7 @@
 """One matrix product per expert over rows that are sorted by expert.
 
 On the grouped kernel where it takes such tensors, else one product per expert: always so in float64, which the kernel
-refuses. Neither pads the experts to a common number of rows.
+refuses. Neither pads the experts to a common number of rows; without any row neither is called.
 
 Shape letters: R rows (tokens, each as often as it has experts), E experts, D input features, O output features.
 """
@@ -27,6 +27,8 @@ def grouped_matmul(x_RD: Tensor, weight_EOD: Tensor, counts_E: Tensor) -> Tensor
 
 def weight_gradient(grad_RO: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
     """dW [E, O, D], contiguous: for each expert the sum over its rows of grad [O] x [D]."""
+    if not len(x_RD):
+        return x_RD.new_zeros(len(counts_E), grad_RO.shape[1], x_RD.shape[1])
     if has_grouped_mm(grad_RO, x_RD):
         return grouped_mm(grad_RO.t(), x_RD, counts_E)
     rows = counts_E.tolist()
@@ -34,6 +36,8 @@ def weight_gradient(grad_RO: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def _product(x_RD: Tensor, weight_EDO: Tensor, counts_E: Tensor) -> Tensor:
+    if not len(x_RD):
+        return x_RD.new_empty(0, weight_EDO.shape[2])
     if has_grouped_mm(x_RD, weight_EDO):
         return grouped_mm(x_RD, weight_EDO, counts_E)
     parts = x_RD.split(counts_E.tolist())

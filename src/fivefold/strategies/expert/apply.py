@@ -38,7 +38,8 @@ def apply(
     """
     layout = mesh.layout
     axes = [mesh.axis("tp")] if layout.sequence_parallel else []
-    pieces = Pieces(shared_tokens, [axis for axis in (*axes, mesh.axis("cp")) if axis.degree > 1])
+    shared = [axis for axis in (*axes, mesh.axis("cp")) if axis.degree > 1]
+    pieces = Pieces(shared_tokens, shared, mesh.device.device)
     padded: dict[str, Padding] = {}
     for name, module in modules_with_role(model, "router", roles):
         assert isinstance(module, Router)

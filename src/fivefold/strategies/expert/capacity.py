@@ -34,6 +34,8 @@ class Pieces:
     all: Sequence[Spans]
     """Of every rank, in the order in which gathers over `axes` bring them: the last axis slowest."""
     axes: Sequence[Axis]
+    device: torch.device | None = None
+    """Where tokens are counted; None: torch's default."""
 
     @property
     def mine(self) -> Spans:
@@ -49,10 +51,11 @@ class Pieces:
 
     @cached_property
     def earlier(self) -> Tensor:
-        """[P, ranks*P]: 1 where the piece of any rank comes before a piece of this one in the sequence."""
+        """[P, ranks*P], float64: 1 where the piece of any rank comes before a piece of this one in the sequence."""
         starts = [spans[i].start if i < len(spans) else None for spans in self.all for i in range(self.count)]
         rows = [[int(s is not None and s < span.start) for s in starts] for span in self.mine]
-        return torch.tensor(rows + [[0] * len(starts)] * (self.count - len(self.mine)))
+        rows += [[0] * len(starts)] * (self.count - len(self.mine))
+        return torch.tensor(rows, dtype=torch.float64, device=self.device)
 
 
 class Limit:
@@ -92,8 +95,8 @@ def gather_counts(chosen_BSE: Tensor, pieces: Pieces) -> Tensor:
 
 def kept(chosen_BSE: Tensor, counts: Tensor, pieces: Pieces, capacity: int) -> Tensor:
     """[B, S, E] bool: which choices their expert takes. `counts`: of `gather_counts`."""
-    pieces_before = pieces.earlier.to(counts.device, torch.float64)
-    before = torch.einsum("pq,qbe->bpe", pieces_before, counts.transpose(1, 2).flatten(0, 1).double()).int()
+    everywhere = counts.transpose(1, 2).flatten(0, 1).double()
+    before = torch.einsum("pq,qbe->bpe", pieces.earlier, everywhere).int()
     runs = chosen_BSE.split([len(span) for span in pieces.mine], dim=1)
     places = [run.cumsum(1, dtype=torch.int32) - run + before[:, i, None] for i, run in enumerate(runs)]
     return (torch.cat(places, dim=1) < capacity) & chosen_BSE.bool()

@@ -249,10 +249,10 @@ def capacity_of_each_rank(patch: Patch) -> None:
     """An expert takes its number of tokens from each rank that has a part of a sequence, not of the whole sequence."""
     init = Pieces.__init__
 
-    def faulty(self, all, axes):
+    def faulty(self, all, axes, *device):
         mine = Pieces.__new__(Pieces)
-        init(mine, all, axes)
-        init(self, [mine.mine], [])
+        init(mine, all, axes, *device)
+        init(self, [mine.mine], [], *device)
 
     patch.setattr(Pieces, "__init__", faulty)
 

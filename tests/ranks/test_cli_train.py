@@ -144,7 +144,11 @@ def test_a_model_that_is_not_supported(
 
 
 def test_config_file_that_is_not_there(fivefold: CommandLine) -> None:
-    assert fivefold("train", "missing.yaml").said().startswith("missing.yaml: cannot be read")
+    assert (
+        fivefold("train", "missing.yaml")
+        .said()
+        .startswith("cannot read training config missing.yaml: No such file")
+    )
     assert fivefold("train", "steps=1").said().startswith("command line: missing key 'model': name a config")
     assert "no option --layout; a setting is written layout=VALUE" in fivefold("train", "--layout", "tp2").err
 

@@ -283,7 +283,7 @@ def test_show_says_what_is_there_and_verifies(here: Path) -> None:
     assert code == 2, err
     assert said(err).startswith("shard out/train-00000.loss is damaged: its sha256")
     code, _, err = run("show", "nothing")
-    assert "nothing/manifest.json cannot be read" in said(err)
+    assert "nothing/manifest.json: No such file" in said(err)
 
 
 def test_readers_in_several_processes_see_the_same(here: Path) -> None:

@@ -21,11 +21,11 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
+from fivefold.core import regular_file
 from fivefold.core.cluster_text import CPU, read_text
-from fivefold.core.regular_file import read_regular
 from fivefold.core.value import Value
 from fivefold.errors import ClusterError, ConfigError
-from fivefold.units import GIB, GIGA, KIB, MICRO, TERA, format_bytes
+from fivefold.units import GIB, GIGA, KIB, MICRO, TERA
 
 Precision = Literal["float32", "tfloat32", "float16", "bfloat16", "float8", "float4"]
 
@@ -194,17 +194,11 @@ class Cluster(Value):
 
 
 def _read_yaml(path: Path) -> Any:
+    text = regular_file.read_text(path, _MAX_FILE_BYTES, "cluster file", ClusterError)
     try:
-        size = path.stat().st_size
-        if size > _MAX_FILE_BYTES:
-            limit = format_bytes(_MAX_FILE_BYTES)
-            raise ClusterError(f"cluster file {path} has {format_bytes(size)}; at most {limit} are read")
-        text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
         _refuse_bombs(text, path)
         return yaml.safe_load(text)
-    except OSError as error:
-        raise ClusterError(f"cannot read cluster file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
         raise ClusterError(f"cluster file {path} is not YAML{where}") from None

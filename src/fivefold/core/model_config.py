@@ -23,7 +23,7 @@ from fivefold.core.model_spec import (
     ModelSpec,
     YarnScaling,
 )
-from fivefold.core.regular_file import read_regular
+from fivefold.core.regular_file import read_text
 from fivefold.core.value import describe
 from fivefold.errors import ModelError, nearest
 from fivefold.units import MIB
@@ -315,16 +315,9 @@ def read(source: Mapping[str, Any] | str | Path, *, name: str | None = None) -> 
 
 def load_json(path: Path) -> Mapping[str, Any]:
     """A JSON object from an untrusted file of at most 4 MiB."""
+    text = read_text(path, MOST_BYTES, "model config", ModelError)
     try:
-        content = read_regular(path, MOST_BYTES + 1)
-    except OSError as error:
-        raise ModelError(f"cannot read model config {path}: {error.strerror}") from None
-    if len(content) > MOST_BYTES:
-        raise ModelError(
-            f"model config {path} is larger than {MOST_BYTES // MIB} MiB; a config.json is a few KiB"
-        )
-    try:
-        data = json.loads(content)
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ModelError(f"model config {path} is not valid JSON: {reason}") from None

@@ -13,11 +13,11 @@ from fivefold.core.cluster import Cluster
 from fivefold.core.execution import Execution
 from fivefold.core.layout import Layout
 from fivefold.core.model_spec import ModelSpec
-from fivefold.core.regular_file import read_regular, write_whole
+from fivefold.core.regular_file import read_text, write_whole
 from fivefold.core.value import Value
 from fivefold.core.workload import Workload
 from fivefold.errors import ConfigError
-from fivefold.units import MIB, format_bytes
+from fivefold.units import MIB
 
 SCHEMA_VERSION: Literal[1] = 1
 _MAX_FILE_BYTES = 16 * MIB
@@ -80,17 +80,7 @@ class Plan(Value):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a plan file. Raises ConfigError."""
-        try:
-            size = path.stat().st_size
-            if size > _MAX_FILE_BYTES:
-                limit = format_bytes(_MAX_FILE_BYTES)
-                raise ConfigError(f"plan {path} has {format_bytes(size)}; at most {limit} are read")
-            text = read_regular(path, _MAX_FILE_BYTES).decode("utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read plan {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"plan {path} is not UTF-8 text") from None
-        return cls.from_json(text, where=str(path))
+        return cls.from_json(read_text(path, _MAX_FILE_BYTES, "plan", ConfigError), where=str(path))
 
 
 def _decode(text: str, where: str) -> dict[str, Any]:

@@ -9,6 +9,9 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from fivefold.errors import UserError
+from fivefold.units import format_bytes
+
 
 def read_regular(path: Path, most: int) -> bytes:
     """The first `most` bytes of a file. Raises: OSError, also for a pipe or a device, which would wait or never end."""
@@ -20,6 +23,30 @@ def read_regular(path: Path, most: int) -> bytes:
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return file.read(most)
+
+
+def read_limited(path: Path, most: int, what: str, error: type[UserError]) -> bytes:
+    """A whole file of at most `most` bytes. `what`: its kind, as messages call it.
+
+    Raises: `error`, one line, for a file that cannot be read, is a pipe or a device, or is larger.
+    """
+    try:
+        content = read_regular(path, most + 1)
+        size = path.stat().st_size if len(content) > most else 0
+    except (OSError, ValueError) as refused:  # ValueError: a name that no file can have
+        reason = getattr(refused, "strerror", None) or refused
+        raise error(f"cannot read {what} {path}: {reason}") from None
+    if size:
+        raise error(f"{what} {path} has {format_bytes(size)}; at most {format_bytes(most)} are read")
+    return content
+
+
+def read_text(path: Path, most: int, what: str, error: type[UserError]) -> str:
+    """A whole file of UTF-8 text, with or without a byte order mark. Raises: `error`, one line, as `read_limited`."""
+    try:
+        return read_limited(path, most, what, error).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise error(f"{what} {path} is not UTF-8 text") from None
 
 
 def replaceable(path: Path) -> Path:

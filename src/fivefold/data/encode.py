@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.core.regular_file import read_limited
 from fivefold.data.chat import END, START
 from fivefold.data.documents import Document
-from fivefold.data.manifest import TOKENIZER_COPY, TokenizerInfo, read_limited
+from fivefold.data.manifest import TOKENIZER_COPY, TokenizerInfo
 from fivefold.data.tokenizer import ByteTokenizer
 from fivefold.errors import DataError, nearest
 from fivefold.units import MIB
@@ -157,7 +158,7 @@ class FileEncoder(Encoder):
 
     def __init__(self, path: Path, bos: str | None = None, eos: str | None = None) -> None:
         file = path / TOKENIZER_COPY if path.is_dir() else path
-        self.source = read_limited(file, TOKENIZER_LIMIT_BYTES, "a tokenizer.json")
+        self.source = read_limited(file, TOKENIZER_LIMIT_BYTES, "tokenizer.json", DataError)
         self.tokenizer = _load(file, self.source)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -262,7 +263,7 @@ def _beside(file: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(read_limited(path, CONFIG_LIMIT_BYTES, "a tokenizer_config.json"))
+        config = json.loads(read_limited(path, CONFIG_LIMIT_BYTES, "tokenizer_config.json", DataError))
     except (ValueError, RecursionError):
         raise DataError(f"{path} is not JSON") from None
     return config if isinstance(config, dict) else {}

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from fivefold.core.regular_file import read_limited
 from fivefold.core.value import Value
 from fivefold.errors import ConfigError, DataError
-from fivefold.units import MIB, format_bytes
+from fivefold.units import MIB
 
 MANIFEST = "manifest.json"
 TOKENIZER_COPY = "tokenizer.json"
@@ -155,7 +156,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     Raises: DataError, one line: no manifest, too large, not JSON, from a newer Fivefold, or contradicting itself.
     """
     path = folder / MANIFEST
-    raw = read_limited(path, MANIFEST_LIMIT_BYTES, "a manifest of prepared data")
+    raw = read_limited(path, MANIFEST_LIMIT_BYTES, "manifest of prepared data", DataError)
     try:
         data: Any = json.loads(raw)
     except (ValueError, RecursionError):
@@ -187,19 +188,6 @@ def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
         temporary.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def read_limited(path: Path, limit_bytes: int, what: str) -> bytes:
-    """A whole file of bounded size. Raises DataError where it cannot be read or is larger."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(limit_bytes + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path} cannot be read: {reason}") from None
-    if len(raw) > limit_bytes:
-        raise DataError(f"{path} is larger than {format_bytes(limit_bytes)}; this is not {what}")
-    return raw
 
 
 def check_sizes(folder: Path, shards: tuple[ShardEntry, ...]) -> None:

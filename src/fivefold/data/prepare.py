@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from fivefold.core.file_lock import hold
+from fivefold.core.regular_file import read_limited
 from fivefold.core.value import Value
 from fivefold.data.encode import BYTE, Encoder, load_encoder
 from fivefold.data.manifest import (
@@ -31,7 +32,6 @@ from fivefold.data.manifest import (
     Manifest,
     SourceEntry,
     is_prepared,
-    read_limited,
     read_manifest,
     write_json,
 )
@@ -170,7 +170,9 @@ def _open_work(plan: Plan, out: Path, work: Path, *, restart: bool) -> bool:
     before: Any = None
     if path.exists():
         with contextlib.suppress(ValueError, RecursionError):
-            before = json.loads(read_limited(path, PLAN_LIMIT_BYTES, "a plan of `fivefold data prepare`"))
+            before = json.loads(
+                read_limited(path, PLAN_LIMIT_BYTES, "plan of `fivefold data prepare`", DataError)
+            )
     if is_prepared(out):
         if before == identity:
             shutil.rmtree(work)

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.regular_file import read_limited
 from fivefold.core.value import Value
 from fivefold.data.documents import Document, Fault, Reader
 from fivefold.data.encode import Encoder
-from fivefold.data.manifest import SPLITS, ShardEntry, Split, check_sums, read_limited, write_json
+from fivefold.data.manifest import SPLITS, ShardEntry, Split, check_sums, write_json
 from fivefold.data.shards import ShardWriter
 from fivefold.data.sources import InputFile, Unit
 from fivefold.errors import DataError, FivefoldError
@@ -208,7 +209,7 @@ def _finished(job: Job, path: Path) -> UnitRecord | None:
     if not path.exists():
         return None
     with contextlib.suppress(FivefoldError, ValueError, RecursionError):
-        data: Any = json.loads(read_limited(path, RECORD_LIMIT_BYTES, "a record of a unit"))
+        data: Any = json.loads(read_limited(path, RECORD_LIMIT_BYTES, "record of a unit", DataError))
         record = UnitRecord.read(data, where=str(path))
         if record.skipped and not job.skip:
             return None  # it has to stop at the first of them

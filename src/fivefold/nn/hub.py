@@ -20,6 +20,7 @@ from fivefold.core.families.write import difference
 from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.model_config import load_json
 from fivefold.core.model_spec import ModelSpec
+from fivefold.core.regular_file import read_limited
 from fivefold.core.sharding import ParameterRow, stored
 from fivefold.errors import ModelError
 from fivefold.nn.hub_files import COMPANIONS
@@ -155,14 +156,9 @@ class HFCheckpoint:
 
     def _weight_map(self, index: Path) -> dict[str, str]:
         try:
-            with index.open("rb") as file:
-                content = file.read(MOST_INDEX_BYTES + 1)
-            if len(content) > MOST_INDEX_BYTES:
-                raise ModelError(f"{index} is larger than {MOST_INDEX_BYTES // MIB} MiB")
+            content = read_limited(index, MOST_INDEX_BYTES, "index", ModelError)
             self.bytes_read += len(content)
             raw = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
-        except OSError as error:
-            raise ModelError(f"cannot read {index}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
             raise ModelError(f"{index} is not valid: {reason}") from None

@@ -7,10 +7,10 @@ carried along, and a tokenizer that names code of its own loses that name.
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from fivefold.core.regular_file import read_regular
 from fivefold.errors import ModelError
 from fivefold.units import MIB, format_bytes
 
@@ -43,17 +43,13 @@ def read_companions(folder: Path, names: Iterable[str] = COMPANIONS) -> dict[str
 def read_small(path: Path, limit_bytes: int) -> bytes | None:
     """A whole file of bounded size; None where there is none. Raises: ModelError."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would block
-            raise ModelError(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            content = file.read(limit_bytes + 1)
+        content = read_regular(path, limit_bytes + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > limit_bytes:
-        size, most = format_bytes(status.st_size), format_bytes(limit_bytes)
+        size, most = format_bytes(path.stat().st_size), format_bytes(limit_bytes)
         raise ModelError(
             f"{path} has {size}, at most {most} are read: remove it, or put the right file there"
         )

@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.regular_file import read_regular, write_whole
+from fivefold.core.regular_file import read_text, write_whole
 from fivefold.errors import RecordError
 from fivefold.estimate.coefficients import COMMON, Coefficients, Key, shipped
 from fivefold.plan.priced import Priced, price
 from fivefold.plan.runs_table import FLAGS, MOST_BYTES, NUMBERS, WHOLE, WORDS, Row, checked_record
 from fivefold.plan.uncorrected import TENTH, predict_uncorrected
-from fivefold.units import format_bytes
 
 if TYPE_CHECKING:
     from fivefold.estimate.jobs import Column, Jobs
@@ -183,14 +182,7 @@ def _number(value: Any, path: Path, least: float, most: float) -> float:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise RecordError(
-                f"calibration {path} has {format_bytes(size)}; at most {format_bytes(MOST_BYTES)} are read"
-            )
-        content = json.loads(read_regular(path, MOST_BYTES).decode("utf-8"))
-    except OSError as error:
-        raise RecordError(f"cannot read calibration {path}: {error.strerror}") from None
+        content = json.loads(read_text(path, MOST_BYTES, "calibration", RecordError))
     except (ValueError, RecursionError):
         raise RecordError(f"{path} is not a calibration: not JSON") from None
     shape = {"factors": dict, "scales": dict, "widen": list, "weights": list, "runs": list}

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fivefold.core.layout import Layout
-from fivefold.core.regular_file import read_regular
+from fivefold.core.regular_file import read_text
 from fivefold.errors import LayoutError, RecordError, nearest
-from fivefold.units import MIB, format_bytes
+from fivefold.units import MIB
 
 MOST_BYTES = 64 * MIB
 MOST_ROWS = 200_000
@@ -86,7 +86,8 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises: RecordError, one line that names the file, the line and the column at fault.
     """
-    text = _read_text(path)
+    text = read_text(path, MOST_BYTES, "runs table", RecordError)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     records = _csv_records(text, path) if path.suffix.lower() == ".csv" else _jsonl_records(text, path)
     rows: list[Row] = []
     for line, record in records:
@@ -99,21 +100,6 @@ def read_rows(path: Path) -> list[Row]:
             f"{path}: no rows; a runs table has one JSON object a line, or is CSV with a header"
         )
     return rows
-
-
-def _read_text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise RecordError(
-                f"{path} has {format_bytes(size)}; a runs table of at most {format_bytes(MOST_BYTES)} is read"
-            )
-        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")
-        return text.replace("\r\n", "\n").replace("\r", "\n")
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise RecordError(f"{path} is not UTF-8 text") from None
 
 
 def _jsonl_records(text: str, path: Path) -> Iterable[tuple[int, Any]]:

@@ -28,11 +28,12 @@ from pydantic import Field, JsonValue, StringConstraints, model_validator
 from torch import Tensor
 
 from fivefold.core.loss_scale import LossScaleState
+from fivefold.core.regular_file import read_text
 from fivefold.core.value import Value
 from fivefold.errors import CheckpointError, ConfigError, ModelError
 from fivefold.nn.hub_files import COMPANIONS, MOST_COMPANION_BYTES, read_small
 from fivefold.nn.safetensors_io import TensorFile, byte_view
-from fivefold.units import MIB, format_bytes
+from fivefold.units import MIB
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION: Literal[1] = 1
@@ -161,20 +162,15 @@ class Manifest(Value):
         """Read the manifest of a checkpoint. Raises: CheckpointError in one line."""
         path = folder / MANIFEST
         try:
-            if path.exists() and not path.is_file():  # a pipe, which would never end
-                raise CheckpointError(f"{path} is not a regular file")
-            size = path.stat().st_size
-            if size > LARGEST_MANIFEST_BYTES:
-                raise CheckpointError(
-                    f"{path}: {format_bytes(size)}, at most {format_bytes(LARGEST_MANIFEST_BYTES)} are read"
-                )
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
+            there = path.exists()
+        except OSError:
+            there = True  # whoever reads it is told why it cannot be looked at
+        if not there:
             inside = sorted(folder.glob("step-????????/" + MANIFEST))[-1:]
             hint = "".join(f"; {path.parent} is one" for path in inside)
-            raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{hint}") from None
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+            raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{hint}")
+        try:
+            data = json.loads(read_text(path, LARGEST_MANIFEST_BYTES, "manifest", CheckpointError))
         except (ValueError, RecursionError):
             raise CheckpointError(f"{path} is damaged: not a JSON text") from None
         if not isinstance(data, dict):

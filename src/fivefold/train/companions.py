@@ -21,8 +21,9 @@ from fivefold.catalog.models import names as presets
 from fivefold.core.families.write import difference
 from fivefold.core.model_config import load_json
 from fivefold.core.model_spec import ModelSpec
+from fivefold.core.regular_file import read_limited
 from fivefold.data.encode import ByteEncoder
-from fivefold.data.manifest import TOKENIZER_COPY, TokenizerInfo, is_prepared, read_limited, read_manifest
+from fivefold.data.manifest import TOKENIZER_COPY, TokenizerInfo, is_prepared, read_manifest
 from fivefold.errors import DataError, ModelError
 from fivefold.nn.hub_files import (
     MOST_COMPANION_BYTES,
@@ -116,7 +117,7 @@ def _tokenizer(config: TrainConfig) -> tuple[TokenizerInfo, bytes | None]:
     if info.kind == "byte":
         return info, None
     file = folder / TOKENIZER_COPY
-    raw = read_limited(file, MOST_COMPANION_BYTES, "a tokenizer.json")
+    raw = read_limited(file, MOST_COMPANION_BYTES, "tokenizer.json", DataError)
     if hashlib.sha256(raw).hexdigest() != info.sha256:
         raise DataError(f"{file} is not the one that the data was prepared with; prepare the data again")
     return info, raw

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fivefold.core.regular_file import read_text
 from fivefold.errors import ConfigError
-from fivefold.units import KIB, format_bytes
+from fivefold.units import KIB
 
 CONFIG_LIMIT_BYTES = 64 * KIB
 """A training config is a page of text; anything larger is the wrong file."""
@@ -20,20 +22,14 @@ LONGEST_INTEGER = 100
 def read_file(path: Path) -> dict[str, Any]:
     """The keys and values of a file; one that is empty has none. Raises: ConfigError."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(CONFIG_LIMIT_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        hint = "; give a YAML file, or settings alone, such as model=tiny-llama"
-        raise ConfigError(
-            f"{path}: cannot be read: {reason}{hint if isinstance(error, FileNotFoundError) else ''}"
-        ) from None
-    if len(raw) > CONFIG_LIMIT_BYTES:
-        raise ConfigError(
-            f"{path}: larger than {format_bytes(CONFIG_LIMIT_BYTES)}; this is no training config"
+        text = read_text(path, CONFIG_LIMIT_BYTES, "training config", ConfigError)
+    except ConfigError as error:
+        hint = (
+            "" if os.path.lexists(path) else "; give a YAML file, or settings alone, such as model=tiny-llama"
         )
+        raise ConfigError(f"{error}{hint}") from None
     try:
-        data = parse(raw.decode("utf-8"))
+        data = parse(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(
             one_line(f"{path}: not a YAML file of keys and values: {_complaint(error)}")

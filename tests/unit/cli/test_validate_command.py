@@ -49,7 +49,7 @@ def test_the_table_and_the_suggestions_can_be_read(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["validate", "none.jsonl"], "cannot read none.jsonl"),
+        (["validate", "none.jsonl"], "cannot read runs table none.jsonl"),
         (["validate", RUNS, "--by", "model"], "--by goes with --folds"),
         (["validate", RUNS, "--folds", "2", "-c", "x"], "leave out --calibration"),
         (["validate", RUNS, "-c", RUNS], "is not a calibration"),

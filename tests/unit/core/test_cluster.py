@@ -92,7 +92,7 @@ def test_refused_text(text: str, message: str) -> None:
         (b"nodes: [{count: 1}]", "missing key 'nodes.0.device'"),
         (b"3", "ours.yaml: expected keys and values"),
         (b"nodes: [\n  {", r"is not YAML \(line 2\)"),
-        (b"\xff\xfe\xff", "is not YAML"),
+        (b"\xff\xfe\xff", "is not UTF-8 text"),
         (b"[" * 60_000, "nests deeper than 10 levels"),
         (b"a: &a [1]\nnodes: *a", "uses YAML aliases"),
         (b"x: !!python/object/apply:os.getcwd []", "is not YAML"),

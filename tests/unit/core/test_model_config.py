@@ -228,9 +228,9 @@ def test_contradicting_names_of_one_field() -> None:
     [
         (b"[1, 2]", "must hold a JSON object"),
         (b"{", "not valid JSON"),
-        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b"[" * 100_000, "not valid JSON: nested too deeply"),
-        (b" " * (4 * 2**20 + 1), "larger than 4 MiB"),
+        (b" " * (4 * 2**20 + 1), "at most 4 MiB are read"),
         (b'{"model_type": "llama", "hidden_size": 1' + b"0" * 5000 + b"}", "not valid JSON"),
     ],
 )

@@ -147,11 +147,11 @@ def test_large_missing_and_other_files_are_refused(tmp_path: Path, monkeypatch: 
 
     path = make_tokenizer(tmp_path / "t")
     monkeypatch.setattr(encode_module, "TOKENIZER_LIMIT_BYTES", 1000)
-    with pytest.raises(DataError, match=r"larger than 1000 B; this is not a tokenizer.json"):
+    with pytest.raises(DataError, match=r"at most 1000 B are read"):
         load_encoder(str(path))
     with pytest.raises(DataError, match=r"does not exist; give 'byte' or a tokenizer.json"):
         load_encoder(str(tmp_path / "nothing"))
-    with pytest.raises(DataError, match=r"tokenizer.json cannot be read"):
+    with pytest.raises(DataError, match=r"cannot read tokenizer.json"):
         load_encoder(str(tmp_path))
     with pytest.raises(DataError, match=r"\.pkl tokenizers are not supported"):
         load_encoder(str(tmp_path / "x.pkl"))

@@ -192,5 +192,7 @@ def test_manifests_that_are_no_json_are_refused(small: Path, text: str) -> None:
 
 
 def test_no_manifest(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"manifest.json cannot be read: No such file"):
+    with pytest.raises(
+        DataError, match=r"cannot read manifest of prepared data .*manifest.json: No such file"
+    ):
         PreparedDataset(tmp_path, 8, 0)

@@ -38,11 +38,11 @@ def test_settings_lose_the_names_of_code_and_nothing_else(tmp_path: Path) -> Non
 def test_what_is_no_small_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "merges.txt"
     os.mkfifo(path)
-    with pytest.raises(ModelError, match=r"merges.txt is not a regular file"):
+    with pytest.raises(ModelError, match=r"merges.txt: not a regular file"):
         read_companions(tmp_path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ModelError, match=r"merges.txt is not a regular file"):
+    with pytest.raises(ModelError, match=r"merges.txt: Is a directory"):
         read_companions(tmp_path)
     path.rmdir()
     monkeypatch.setattr(module, "MOST_COMPANION_BYTES", 9)

@@ -193,7 +193,7 @@ FAULTS: list[tuple[str, Callable[[Path], object], str]] = [
         "manifest.json is damaged: not a JSON text",
     ),
     ("empty manifest", lambda f: os.truncate(f / "manifest.json", 0), "damaged: not a JSON text"),
-    ("binary", lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe\x00"), "damaged: not a JSON text"),
+    ("binary", lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe\x00"), "is not UTF-8 text"),
     ("a list", lambda f: (f / "manifest.json").write_text("[1]"), "damaged: not a JSON object"),
     ("deep", lambda f: (f / "manifest.json").write_text("[" * 200_000), "damaged: not a JSON text"),
     (
@@ -311,14 +311,7 @@ def test_undamaged(saved: Path, values: Tensor) -> None:
 
 def test_a_huge_manifest_is_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST_MANIFEST_BYTES", 500)
-    with pytest.raises(CheckpointError, match=r"manifest.json: .*, at most 500 B are read"):
-        Manifest.load(saved)
-
-
-def test_a_pipe_in_place_of_the_manifest(saved: Path) -> None:
-    (saved / "manifest.json").unlink()
-    os.mkfifo(saved / "manifest.json")
-    with pytest.raises(CheckpointError, match="is not a regular file"):
+    with pytest.raises(CheckpointError, match=r"manifest.json has .*; at most 500 B are read"):
         Manifest.load(saved)
 
 

@@ -114,7 +114,7 @@ def test_prepared_data_without_its_tokenizer(here: Path) -> None:
     with pytest.raises(DataError, match=r"own/tokenizer.json is not the one that the data was prepared with"):
         find(data="own")
     (here / "own" / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"own/tokenizer.json cannot be read"):
+    with pytest.raises(DataError, match=r"cannot read tokenizer.json own/tokenizer.json"):
         find(data="own")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fivefold.core.regular_file import read_text
 from fivefold.errors import DataError
 from fivefold.units import MIB
 
@@ -25,14 +26,8 @@ def read_counts(path: Path) -> list[list[float]]:
 
     Raises: DataError, one line, for a file that is no JSON list of such numbers.
     """
-    if not path.is_file():
-        raise DataError(f"{path} is no file")
-    if path.stat().st_size > MOST_BYTES:
-        raise DataError(
-            f"{path} has {path.stat().st_size} bytes; counts of experts have at most {MOST_BYTES}"
-        )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path, MOST_BYTES, "counts of experts", DataError))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON: {str(error).splitlines()[0]}") from None
     layers = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]

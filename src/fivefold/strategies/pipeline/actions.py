@@ -23,8 +23,9 @@ from typing import Literal, NamedTuple
 
 from fivefold.core.execution import MOST_MICROBATCHES
 from fivefold.core.layout import Layout
+from fivefold.core.regular_file import read_text
 from fivefold.errors import ConfigError
-from fivefold.units import MIB, format_bytes
+from fivefold.units import MIB
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"]
 COMPUTATIONS = ("F", "B", "I", "W")
@@ -259,20 +260,5 @@ def read_actions(path: Path) -> tuple[str, ...]:
 
     Raises: ConfigError for a file that cannot be read, is larger than 4 MiB, or does not hold actions.
     """
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a device, which may never end
-            raise ConfigError(f"actions {path}: not a regular file")
-        with path.open("rb") as file:
-            raw = file.read(FILE_LIMIT_BYTES + 1)
-        if len(raw) > FILE_LIMIT_BYTES:
-            raise ConfigError(
-                f"actions {path}: larger than {format_bytes(FILE_LIMIT_BYTES)}; this is no list of them"
-            )
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ConfigError(f"actions {path}: not UTF-8 text") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"actions {path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+    text = read_text(path, FILE_LIMIT_BYTES, "actions", ConfigError)
     return format_actions(parse_actions(text, where=f"actions {path}"))

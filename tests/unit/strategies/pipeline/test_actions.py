@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -135,12 +134,8 @@ def test_faults_of_the_text_name_their_place(text: str, message: str) -> None:
 
 
 def test_faults_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"actions .*absent: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read actions .*absent: No such file"):
         read_actions(tmp_path / "absent")
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match="not a regular file"):
-            read_actions(path)
     path = tmp_path / "actions"
     path.write_bytes(b"\xff\xfe0F0")
     with pytest.raises(ConfigError, match="not UTF-8 text"):
@@ -150,7 +145,7 @@ def test_faults_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         read_actions(path)
     monkeypatch.setattr(module, "FILE_LIMIT_BYTES", 8)
     path.write_text("0F0, 0B0 ")
-    with pytest.raises(ConfigError, match="larger than 8 B"):
+    with pytest.raises(ConfigError, match="has 9 B; at most 8 B are read"):
         read_actions(path)
 
 

@@ -24,7 +24,7 @@ from fivefold.core.optimizer import OptimizerConfig
 from fivefold.core.router import RouterConfig
 from fivefold.data.batches import SyntheticDataset
 from fivefold.errors import ConfigError, LayoutError
-from fivefold.nn.moe import Experts, MoE
+from fivefold.nn.moe import Experts, MoE, Router
 from fivefold.runtime.launch import Rank, run_ranks
 from fivefold.runtime.mesh import Handle, Mesh
 from fivefold.strategies import compose
@@ -221,6 +221,22 @@ def test_training_is_that_of_one_device(text: str, router: int) -> None:
 )
 def test_padding_is_routed_nowhere(text: str) -> None:
     verdict = verify(ROUTED, Layout.parse(text), device="cpu", documents=True)
+    assert verdict.passed, verdict.cause
+
+
+@LONG
+@pytest.mark.parametrize("text", ["dp2 ep2", "tp2 pp2 ep2 zero1"])
+def test_a_rank_that_no_token_goes_to(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its experts have gradients of zero, and its all-to-alls are of what it sends alone."""
+    choose = Router.choose
+
+    def first_half(self: Router, scores_TE: Tensor) -> Tensor:
+        last = torch.arange(self.spec.experts) >= self.spec.experts // 2
+        return choose(self, scores_TE.masked_fill(last, -torch.inf))
+
+    monkeypatch.setattr(Router, "choose", first_half)
+    plan, single = common_plans(ROUTED, Layout.parse(text), Layout(), "float64", router=ROUTERS[0])
+    verdict = Reference(single, seed=0, device="cpu").judge(plan)
     assert verdict.passed, verdict.cause
 
 

@@ -12,11 +12,11 @@ from fivefold.train.precision import Look, joined
 from fivefold.train.trainer import Trainer
 
 from .command_line import CommandLine
-from .models import HARD, PLAIN
+from .models import HARD, PLAIN, ROUTED
 from .resuming import SEQ_LEN, Job
 
 LONG = pytest.mark.exhaustive
-SPECS = {"hard": HARD, "plain": PLAIN}
+SPECS = {"hard": HARD, "plain": PLAIN, "routed": ROUTED}
 
 
 def looks_of(layout: str, spec: str) -> Look:
@@ -42,6 +42,9 @@ def looks_of(layout: str, spec: str) -> Look:
         pytest.param("cp2 tp2", "hard", marks=LONG),
         pytest.param("pp2:zbv dp2", "plain", marks=LONG),
         pytest.param("pp2:zbh1", "plain", marks=LONG),
+        pytest.param("dp2 pp2 ep2", "routed", marks=LONG),
+        pytest.param("dp2 tp2 ep2 etp2 zero2", "routed", marks=LONG),
+        pytest.param("tp2 nosp etp2", "routed", marks=LONG),
     ],
 )
 def test_every_layout_reports_the_same(layout: str, spec: str) -> None:

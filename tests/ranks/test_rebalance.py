@@ -76,6 +76,16 @@ def test_with_recompute_and_other_numbers_of_slots(spare: int, recompute: str) -
     )
 
 
+@LONG
+@pytest.mark.parametrize("text", ["dp2 ep2", "tp2 ep2", "dp2 pp2 ep2 zero1"])
+def test_a_step_that_overflows_places_experts_all_the_same(text: str) -> None:
+    """Experts that have moved are saved at their first homes, and placed again where the run goes on."""
+    plan, single = common_plans(ROUTED, Layout.parse(text), Layout(), "float64", experts=ONCE, overflow=True)
+    verdict = Reference(single, seed=0, device="cpu", steps=4, overflow=True).judge(plan)
+    assert verdict.passed, verdict.cause
+    assert "loss_scale" not in verdict.absent
+
+
 # Uneven routing
 
 BUSY = ModelSpec(

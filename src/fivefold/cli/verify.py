@@ -120,8 +120,8 @@ def command(
     if (documents or overflow) and (matrix or narrow):
         option = "--documents" if documents else "--overflow"
         raise click.UsageError(f"{option} goes with --layout, in float64 or float32")
-    if rebalance is not None and (matrix or narrow or overflow):
-        raise click.UsageError("--rebalance goes with --layout, in float64 or float32, without --overflow")
+    if rebalance is not None and (matrix or narrow):
+        raise click.UsageError("--rebalance goes with --layout, in float64 or float32")
     if matrix and recompute != "none":
         raise click.UsageError("--recompute goes with --layout; --matrix tries all of it")
     lines = None if actions is None else read_actions(actions)

@@ -33,17 +33,21 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
             # The bytes of a dispatch follow from what the routers chose in this step.
             counts = counts_of(routed, plan)
             replicas, places_anew = placed.get(step, ({}, False))
-            predicted = plain
+            due, staying = plain, plain
             if seen.routed.get(step) or places_anew:
-                predicted = compose.predict_events(
-                    plans[step.partition(" ")[0]],
-                    rank,
-                    seen.rows,
-                    counts,
-                    replicas=replicas,
-                    places_anew=places_anew,
+                due, staying = (
+                    compose.predict_events(
+                        plans[step.partition(" ")[0]],
+                        rank,
+                        seen.rows,
+                        counts,
+                        replicas=replicas,
+                        places_anew=anew,
+                    )
+                    for anew in (places_anew, False)
                 )
-            due = _skipped(predicted) if step in seen.skipped else predicted
+            if step in seen.skipped:  # it places experts all the same
+                due = _skipped(staying) + (due - staying)
             for line in difference(due, without_setup(events)):
                 steps_of.setdefault(line, []).append(step)
         for line, steps in steps_of.items():

@@ -61,8 +61,9 @@ def where(spec: ModelSpec) -> str:
 
 
 def resumed(engine: Engine, make: Callable[[], Engine]) -> Engine:
-    """A new engine with all that a checkpoint of the old one holds."""
+    """A new engine with all that a checkpoint of the old one holds. Experts that were placed anew go home for it."""
     new = make()
+    engine.settle()
     for (_, _, to), (_, _, values) in zip(new.persistent(), engine.persistent(), strict=True):
         to.copy_(values)
     new.restore(engine.data.updates, engine.loss_scale, RESUMED_AFTER)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fivefold
 from fivefold.core.layout import Layout
 from fivefold.core.optimizer import OptimizerConfig
-from fivefold.errors import LaunchError, LayoutError, ModelError, WorkloadError
+from fivefold.errors import ConfigError, LaunchError, LayoutError, ModelError, WorkloadError
 from fivefold.nn.own_stage import Arrival, PassOn
 from fivefold.strategies.tensor import outside as tensor
 from fivefold.verify.verify import Verdict
@@ -215,5 +215,52 @@ def test_user_mistakes() -> None:
     with pytest.raises(ModelError, match=r"model.layers.0.self_attn has attention_dropout = 0.1"):
         fivefold.parallelize(make("llama", attention_dropout=0.1), "tp2", seq_len=SEQ_LEN, global_batch=BATCH)
     parallel = fivefold.parallelize(make("llama"), "dp1", seq_len=SEQ_LEN, global_batch=BATCH)
-    with pytest.raises(WorkloadError, match=r"tokens of shape \[8, 15\]: data rank 0 of dp1 takes \[8, 16\]"):
-        parallel.step(torch.zeros(8, 15, dtype=torch.int64))
+    tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
+    for given, said in (
+        ((tokens[:, 1:],), r"tokens of shape \[8, 15\]: data rank 0 of dp1 takes \[8, 16\]"),
+        ((tokens[0],), r"tokens of shape \[16\]"),
+        ((tokens[None],), r"tokens of shape \[1, 8, 16\]"),
+        ((tokens.float(),), "tokens are torch.float32; they are a tensor of torch.int64"),
+        ((tokens.tolist(),), "tokens are a list"),
+        ((tokens + 53,), "tokens have 53, which is no token; the vocabulary has 0 to 52"),
+        ((tokens - 1,), "tokens have -1, which is no token"),
+        ((tokens, tokens - 1), "labels have -1, which is no token; .* 0 to 52, or -100 where none counts"),
+        ((tokens, tokens[:1]), r"labels of shape \[1, 16\]"),
+        ((tokens, tokens.int()), "labels are torch.int32"),
+    ):
+        for call in (parallel.step, parallel.evaluate):
+            with pytest.raises(WorkloadError, match=said):
+                call(*given)
+    for rate in (float("nan"), float("inf"), -1.0, "0.1"):
+        with pytest.raises(ConfigError, match="a learning rate is a finite number of at least 0"):
+            parallel.step(tokens, lr=rate)
+    assert torch.isfinite(torch.tensor(parallel.step(tokens, tokens - 100, lr=0.1).loss))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seq_len": 0}, "seq_len: expected a number above 0"),
+        ({"seq_len": 1.5}, "seq_len: expected a whole number"),
+        ({"global_batch": -1}, "global_batch: expected a number above 0"),
+        ({"micro_batch": "auto"}, "micro_batch: expected a whole number"),
+        ({"dtype": "fp8"}, "dtype: expected 'float32'"),
+        ({"optimizer": "sgd"}, "optimizer: expected keys"),
+        ({"recompute": True}, "recompute: expected text"),
+    ],
+)
+def test_settings_that_do_not_hold(changes: dict[str, Any], said: str) -> None:
+    settings = {"seq_len": SEQ_LEN, "global_batch": BATCH, **changes}
+    with pytest.raises(ConfigError, match=f"^parallelize: {said}") as caught:
+        fivefold.parallelize(make("llama"), "dp1", **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parameter_that_nothing_reads() -> None:
+    model = make("llama")
+    model.model.layers[0].input_layernorm.spare = nn.Parameter(torch.ones(2))  # type: ignore[union-attr]
+    parallel = fivefold.parallelize(model, "dp1", seq_len=SEQ_LEN, global_batch=BATCH)
+    with pytest.raises(
+        ModelError, match=r"layers.0.input_layernorm.spare has no gradient: nothing that the loss"
+    ):
+        parallel.step(batches(1)[0])

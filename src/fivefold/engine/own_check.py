@@ -9,8 +9,9 @@ from fivefold.core.recompute import Recompute
 from fivefold.errors import ModelError
 from fivefold.nn.own import Parts, head_dim, linear
 
-CHANCE_NAMES = ("attention_dropout", "jitter_noise")
-"""Attributes with which modules of transformers use chance, beside nn.Dropout."""
+CHANCE_MODULES = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+CHANCE_NAMES = ("dropout", "drop_path", "drop_prob", "jitter_noise")
+"""What a number is called by which a forward uses chance itself, or a part of its name: `attention_dropout`."""
 
 NEEDS = {
     "attention": ("q", "k", "v", "attention_output"),
@@ -22,7 +23,7 @@ NEEDS = {
 def check_structure(parts: Parts, layout: Layout) -> None:
     """Raises: ModelError naming the module that does not allow a strategy, and why; one line."""
     if layout.world_size > 1:
-        _refuse_chance(parts)
+        _refuse_chance(parts, "at every layout")
     if layout.tp > 1:
         asked = f"tp{layout.tp}"
         _check_layers(parts, asked, ("attention", "mlp"))
@@ -43,7 +44,9 @@ def check_structure(parts: Parts, layout: Layout) -> None:
 
 
 def check_recompute(parts: Parts, recompute: Recompute) -> None:
-    """Raises: ModelError for parts of layers, which only our own layers compute apart."""
+    """Raises: ModelError for parts of layers, which only our own layers compute apart, and for chance inside them."""
+    if recompute.regions:
+        _refuse_chance(parts, "when a layer is computed again")
     if recompute.regions not in ((), ("layer",)):
         raise ModelError(
             f"recompute={recompute} does not fit {parts.kind}: attention and MLP of its layers cannot be called apart; "
@@ -51,15 +54,18 @@ def check_recompute(parts: Parts, recompute: Recompute) -> None:
         )
 
 
-def _refuse_chance(parts: Parts) -> None:
+def _refuse_chance(parts: Parts, when: str) -> None:
     for name, module in parts.root.named_modules():
-        found = {attribute: getattr(module, attribute, 0.0) for attribute in CHANCE_NAMES}
-        found["p"] = module.p if isinstance(module, nn.Dropout) else 0.0
-        for attribute, chance in found.items():
-            if module.training and isinstance(chance, float) and chance > 0:
+        numbers = {
+            key: value for key, value in vars(module).items() if any(part in key for part in CHANCE_NAMES)
+        }
+        if isinstance(module, CHANCE_MODULES):
+            numbers["p"] = module.p
+        for attribute, chance in numbers.items() if module.training else ():
+            if isinstance(chance, int | float) and chance > 0:
                 raise ModelError(
-                    f"{parts.kind}: {name} has {attribute} = {chance}, and chance falls otherwise at every layout; "
-                    f"set it to 0"
+                    f"{parts.kind}: {name or 'the module itself'} has {attribute} = {chance}, "
+                    f"and chance falls otherwise {when}; set it to 0"
                 )
 
 
@@ -77,11 +83,37 @@ def _check_layers(parts: Parts, asked: str, blocks: tuple[str, ...]) -> None:
                     f"{asked} does not fit {parts.kind}: in {where} no module has the role {role!r}; "
                     f"the table of roles must name one, and a matrix that joins several must be split"
                 )
+        if "mlp" in blocks:
+            _check_features(parts, layer, asked)
         if head_dim(parts, layer) is None:
             attention = parts.own_name(parts.inside(layer, "attention")[0])
             raise ModelError(
                 f"{asked} does not fit {parts.kind}: {attention} does not tell how its features fall into heads; "
                 f"give it an attribute head_dim"
+            )
+
+
+def _check_features(parts: Parts, layer: int, asked: str) -> None:
+    """Linears are cut as if they led from hidden states to features of their own, and back from these."""
+    embedding = parts.module("embedding")
+    assert isinstance(embedding, nn.Embedding)
+    hidden = embedding.embedding_dim
+    down = linear(parts, layer, "down")
+    wanted = {
+        **dict.fromkeys(("q", "k", "v"), (hidden, None)),
+        **dict.fromkeys(("gate", "up"), (hidden, down and down.in_features)),
+        **dict.fromkeys(("attention_output", "down"), (None, hidden)),
+    }
+    for role, (takes, makes) in wanted.items():
+        module = linear(parts, layer, role)
+        if module is None:
+            continue
+        has = module.in_features if takes else None, module.out_features if makes else None
+        if has != (takes, makes):
+            raise ModelError(
+                f"{asked} does not fit {parts.kind}: {parts.own_name(parts.inside(layer, role)[0])} has a weight of "
+                f"{list(module.weight.shape)}, which the role {role!r} in {parts.own_name(f'layers.{layer}')} needs as "
+                f"{[makes or module.out_features, takes or module.in_features]}; one that joins several must be split"
             )
 
 

@@ -8,6 +8,7 @@ Shape letters: B sequences of this data rank, G of the global batch, S tokens of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.workload import Workload
 from fivefold.engine.engine import Engine, StepResult
 from fivefold.engine.own import OwnModel
-from fivefold.errors import LaunchError, ModelError, WorkloadError
+from fivefold.errors import ConfigError, LaunchError, ModelError, WorkloadError
 from fivefold.nn.layers import IGNORED
 from fivefold.runtime.device import Device, device_kind, select_device
 from fivefold.runtime.mesh import Mesh
@@ -64,13 +65,16 @@ def parallelize(
     plan = Plan(
         model=own.spec,
         cluster=Cluster.parse("cpu"),
-        workload=Workload(seq_len=seq_len, global_batch=global_batch),
+        workload=Workload.read({"seq_len": seq_len, "global_batch": global_batch}, where="parallelize"),
         layout=layout,
-        execution=Execution(
-            micro_batch=micro_batch,
-            dtype=dtype or _dtype_of(model),  # type: ignore[arg-type]
-            optimizer=optimizer or OptimizerConfig(),
-            recompute=recompute,
+        execution=Execution.read(
+            {
+                "micro_batch": micro_batch,
+                "dtype": dtype or _dtype_of(model),
+                "optimizer": optimizer or OptimizerConfig(),
+                "recompute": recompute,
+            },
+            where="parallelize",
         ),
     )
     own.check(plan)
@@ -105,9 +109,11 @@ class Parallel:
 
         Shapes: tokens [B, S] (int64), labels [B, S], -100 where a label does not count; None: the next tokens.
         The loss is the mean cross entropy over all labels of the global batch that count. `lr`: None: the optimizer's.
-        Raises: WorkloadError for other shapes.
+        Raises: WorkloadError for other shapes, types or numbers; ConfigError for a rate that is no number from 0.
         """
         load = self._microbatches(tokens_BS, labels_BS)
+        if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
+            raise ConfigError(f"lr={lr!r}: a learning rate is a finite number of at least 0")
         return self.engine.step(load, self.engine.plan.execution.optimizer.lr if lr is None else lr)
 
     def evaluate(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> float:
@@ -140,17 +146,12 @@ class Parallel:
 
     def _microbatches(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> Callable[[int], Microbatch]:
         plan, device = self.engine.plan, self.engine.mesh.device.device
-        wanted = (self.rows.stop - self.rows.start, plan.workload.seq_len)
+        self._check("tokens", tokens_BS)
         if labels_BS is None:
             end = tokens_BS.new_full((len(tokens_BS), 1), IGNORED)
             labels_BS = torch.cat((tokens_BS[:, 1:], end), 1)
-        for name, tensor in (("tokens", tokens_BS), ("labels", labels_BS)):
-            if tuple(tensor.shape) != wanted:
-                rank = self.engine.mesh.coordinate["dp"]
-                raise WorkloadError(
-                    f"{name} of shape {list(tensor.shape)}: data rank {rank} of {plan.layout} takes {list(wanted)}, "
-                    f"the sequences {self.rows.start} to {self.rows.stop - 1} of the global batch"
-                )
+        else:
+            self._check("labels", labels_BS, or_else=IGNORED)
         tokens, labels = (x.to(device)[:, self._places] for x in (tokens_BS, labels_BS))
         count = plan.execution.micro_batch
 
@@ -160,6 +161,26 @@ class Parallel:
             return Microbatch(tokens[rows], here.clamp(min=0), here != IGNORED, self._places[None])
 
         return load
+
+    def _check(self, name: str, x_BS: Tensor, or_else: int = 0) -> None:
+        """Raises: WorkloadError for what is no int64 tensor of this rank's sequences, of tokens of the vocabulary."""
+        plan, rows = self.engine.plan, self.rows
+        wanted, vocab = (rows.stop - rows.start, plan.workload.seq_len), plan.model.vocab
+        if not isinstance(x_BS, Tensor) or x_BS.dtype != torch.int64:
+            kind = x_BS.dtype if isinstance(x_BS, Tensor) else f"a {type(x_BS).__name__}"
+            raise WorkloadError(f"{name} are {kind}; they are a tensor of torch.int64")
+        if tuple(x_BS.shape) != wanted:
+            rank = self.engine.mesh.coordinate["dp"]
+            raise WorkloadError(
+                f"{name} of shape {list(x_BS.shape)}: data rank {rank} of {plan.layout} takes {list(wanted)}, "
+                f"the sequences {rows.start} to {rows.stop - 1} of the global batch"
+            )
+        wrong = x_BS[((x_BS < 0) | (x_BS >= vocab)) & (x_BS != or_else)]
+        if len(wrong):
+            also = f", or {or_else} where none counts" if or_else else ""
+            raise WorkloadError(
+                f"{name} have {int(wrong[0])}, which is no token; the vocabulary has 0 to {vocab - 1}{also}"
+            )
 
 
 def _dtype_of(model: nn.Module) -> str:

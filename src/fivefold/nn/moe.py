@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.model_spec import MLPSpec, MoESpec
+from fivefold.errors import ModelError
 from fivefold.nn.grouped import grouped_matmul
 from fivefold.nn.mlp import MLP, activation_of
 from fivefold.nn.router_losses import RouterLosses
@@ -120,9 +121,14 @@ def count(experts: Tensor, number: int) -> Tensor:
 
 
 def chosen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The experts [T, K] (int64) that an experts module is called with, among all its arguments."""
-    values = [*args, *kwargs.values()]
-    return next(x for x in values if isinstance(x, Tensor) and x.dtype == torch.int64)
+    """The experts [T, K] (int64) that an experts module is called with, among all its arguments.
+
+    Raises: ModelError where none of them is a tensor of whole numbers.
+    """
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype == torch.bool):
+            return x.long()
+    raise ModelError("experts were called without those that were chosen: a tensor [T, K] of torch.int64")
 
 
 class Experts(nn.Module):

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.core.sharding import ParameterRow, Role
+from fivefold.core.value import describe
 from fivefold.core.workload import MOST_TOKENS
 from fivefold.errors import ModelError, nearest
 from fivefold.nn.own_roles import BLOCK_ROLES, LINEAR_ROLES, OWN_ROLES
@@ -81,6 +84,10 @@ class Parts:
 
 def find_parts(root: nn.Module, roles: Mapping[str, str]) -> Parts:
     """Find every part. Raises: ModelError naming the role that no module has, or the module that has none."""
+    if not isinstance(root, nn.Module):
+        raise ModelError(f"a {type(root).__name__} is no nn.Module, which is what can be cut")
+    if not isinstance(roles, Mapping) or not all(isinstance(text, str) for text in (*roles, *roles.values())):
+        raise ModelError("the table of roles must be a mapping of texts, {'name pattern of modules': 'role'}")
     for pattern, role in roles.items():
         if role not in OWN_ROLES:
             raise ModelError(
@@ -100,12 +107,23 @@ def find_parts(root: nn.Module, roles: Mapping[str, str]) -> Parts:
         )
     names |= {"norm": final[0]} if final else {}
     names["head"] = _only(root, "head", roles)
+    _refuse_nesting(root, names)
     found = dict(_roles_inside(root, names, roles))
     routed = {name.rpartition(".")[0] for name, role in found.items() if role == "experts"}
     # Each rank routes its own tokens: a block around experts is not one that splits the work on shared tokens.
     parts = Parts(root, names, {n: role for n, role in found.items() if role != "mlp" or n not in routed})
     _check_parameters(parts)
     return parts
+
+
+def _refuse_nesting(root: nn.Module, names: Mapping[str, str]) -> None:
+    for own in names.values():
+        outer = _inside(own, [other for other in names.values() if other != own])
+        if outer is not None:
+            raise ModelError(
+                f"{type(root).__name__}: the table of roles makes a part of {own}, which is inside of another one, "
+                f"{outer}; embedding, positions, layers, last norm and head are apart from each other"
+            )
 
 
 def _with_role(root: nn.Module, role: str, roles: Mapping[str, str], *, required: bool = True) -> list[str]:
@@ -170,6 +188,15 @@ def _check_parameters(parts: Parts) -> None:
             raise ModelError(
                 f"{parts.kind}: {name} does not require a gradient; every parameter is trained, so let it require one"
             )
+        if isinstance(parameter, UninitializedParameter) or not parameter.is_floating_point():
+            what = (
+                "no shape yet"
+                if isinstance(parameter, UninitializedParameter)
+                else f"{parameter.dtype} values"
+            )
+            raise ModelError(
+                f"{parts.kind}: {name} has {what}; every parameter is a tensor of floating-point values"
+            )
 
 
 def own_rows(parts: Parts) -> tuple[ParameterRow, ...]:
@@ -206,6 +233,10 @@ def measure(parts: Parts) -> ModelSpec:
         raise ModelError(_is_not(parts, "embedding", "an nn.Embedding"))
     if not isinstance(head, nn.Linear):
         raise ModelError(_is_not(parts, "head", "an nn.Linear"))
+    if embedding.sparse:
+        raise ModelError(
+            f"{parts.kind}: {parts.own_name('embedding')} makes sparse gradients; use sparse=False"
+        )
     vocab, hidden = embedding.weight.shape
     if tuple(head.weight.shape) != (vocab, hidden):
         raise ModelError(
@@ -218,11 +249,17 @@ def measure(parts: Parts) -> ModelSpec:
         family="own",
         hidden=hidden,
         vocab=vocab,
-        blocks=tuple(_block(parts, layer, hidden) for layer in range(parts.layers)),
+        blocks=tuple(_blocks(parts, hidden)),
         tied_embeddings=parts.tied,
         head_bias=head.bias is not None,
-        max_positions=getattr(config, "max_position_embeddings", None) or MOST_TOKENS,
+        max_positions=min(getattr(config, "max_position_embeddings", None) or MOST_TOKENS, _learned(parts)),
     )
+
+
+def _learned(parts: Parts) -> int:
+    """Positions in a table of learned ones."""
+    table = parts.module("positions") if "positions" in parts.names else None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else MOST_TOKENS
 
 
 def _is_not(parts: Parts, name: str, wanted: str) -> str:
@@ -241,6 +278,15 @@ def linear(parts: Parts, layer: int, role: str) -> nn.Linear | None:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise ModelError(_is_not(parts, found[0], "a plain nn.Linear"))
     return module
+
+
+def _blocks(parts: Parts, hidden: int) -> Iterator[BlockSpec]:
+    for layer in range(parts.layers):
+        try:
+            yield _block(parts, layer, hidden)
+        except ValidationError as error:
+            where = parts.own_name(f"layers.{layer}")
+            raise ModelError(f"{parts.kind}: {where}: {describe(error, BlockSpec)}") from None
 
 
 def _block(parts: Parts, layer: int, hidden: int) -> BlockSpec:
@@ -312,6 +358,7 @@ def head_dim(parts: Parts, layer: int) -> int | None:
             if isinstance(size := getattr(module, attribute, None), int) and size > 0:
                 return size
         for attribute in HEADS_NAMES:
-            if isinstance(heads := getattr(module, attribute, None), int) and heads > 0 and q is not None:
+            heads = getattr(module, attribute, None)
+            if isinstance(heads, int) and heads > 0 and q is not None and q.out_features % heads == 0:
                 return q.out_features // heads
     return None

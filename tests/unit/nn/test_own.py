@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
 from fivefold.engine.own import OwnModel
-from fivefold.engine.own_check import check_structure
+from fivefold.engine.own_check import check_recompute, check_structure
 from fivefold.errors import ModelError
 from fivefold.nn.own import Parts, find_parts, measure, own_rows
 from fivefold.nn.own_stage import NoTokens, OwnRoot, OwnStage
@@ -159,12 +160,57 @@ def test_tokens_are_not_there_on_later_stages() -> None:
             r"Other: h.0.wide \(Linear\) has parameters and no role",
         ),
         ({**SPLIT, "h.*.norm": "embedding"}, "Other has 4 modules of the role 'embedding': words, h.0.norm"),
+        ({**SPLIT, "h.*.mix": "layer"}, "makes a part of h.0.mix, which is inside of another one, h.0;"),
+        ({**SPLIT, "h": "embedding"}, "Other has 2 modules of the role 'embedding': words, h"),
+        ({**SPLIT, "words": 3}, "the table of roles must be a mapping of texts"),
+        ({3: "embedding"}, "the table of roles must be a mapping of texts"),
+        ([("words", "embedding")], "the table of roles must be a mapping of texts"),
     ],
 )
-def test_tables_that_do_not_fit(roles: dict[str, str], said: str) -> None:
+def test_tables_that_do_not_fit(roles: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said) as caught:
         find_parts(Other(), roles)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(ModelError, match=r"a str is no nn.Module"):
+        find_parts("gpt", SPLIT)  # type: ignore[arg-type]
+
+
+def with_mixer(**changes: Any) -> Parts:
+    model = Other()
+    for name, value in changes.items():
+        setattr(model.h[1].mix, name, value)  # type: ignore[union-attr]
+    return find_parts(model, SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            lambda: with_mixer(k=nn.Linear(D, 8)),
+            "h.1: 3 attention heads cannot share 2 key/value heads evenly",
+        ),
+        (lambda: with_mixer(head_dim=5), "q of layer 1 has 12 features, no multiple of the 5 of a head"),
+        (lambda: routed_with(9), "h.1: top_k 9 is more than the 6 experts; at most 6"),
+    ],
+)
+def test_sizes_that_do_not_go_together(found: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said) as caught:
+        measure(found())
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_that_do_not_share_the_features() -> None:
+    with pytest.raises(ModelError, match=r"h.1.mix does not tell how its features fall into heads"):
+        check_structure(with_mixer(n_heads=5), Layout.parse("cp2"))
+
+
+def test_learned_positions_limit_the_sequence() -> None:
+    model = Other()
+    model.places = nn.Embedding(9, D)
+    assert measure(find_parts(model, {**SPLIT, "places": "positions"})).max_positions == 9
 
 
 class Routed(nn.Module):
@@ -187,6 +233,12 @@ def routed() -> Other:
     model = Other()
     model.h[1].ff = Routed()  # type: ignore[union-attr]
     return model
+
+
+def routed_with(top_k: int) -> Parts:
+    model = routed()
+    model.h[1].ff.top_k = top_k  # type: ignore[union-attr]
+    return find_parts(model, ROUTED)
 
 
 def test_experts_are_measured_and_cut_by_experts() -> None:
@@ -229,6 +281,16 @@ def test_parameters_that_cannot_be_handled() -> None:
     model.h[2].norm.bias.requires_grad_(False)  # type: ignore[union-attr, operator]
     with pytest.raises(ModelError, match=r"h.2.norm.bias does not require a gradient"):
         find_parts(model, SPLIT)
+    for module, said in (
+        (nn.LazyLinear(16), "h.1.wide.weight has no shape yet"),
+        (nn.Linear(D, 16, dtype=torch.complex64), "h.1.wide.weight has torch.complex64 values"),
+    ):
+        model = Other()
+        model.h[1].wide = module  # type: ignore[union-attr]
+        with pytest.raises(ModelError, match=said):
+            find_parts(model, SPLIT)
+    with pytest.raises(ModelError, match=r"words makes sparse gradients; use sparse=False"):
+        measure(parts(words=nn.Embedding(V, D, sparse=True)))
 
 
 @pytest.mark.parametrize(
@@ -246,11 +308,72 @@ def test_structures_that_cannot_be_cut(roles: dict[str, str], text: str, said: s
     check_structure(found, Layout.parse("dp2 pp2"))
 
 
-def test_chance_is_refused_where_there_are_ranks() -> None:
-    found = parts(end=nn.Sequential(nn.Dropout(0.5)))
+class Block(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            Block(nn.Linear(D, 32), nn.Linear(16, D)),
+            r"h.1.ff.up has a weight of \[32, 12\], .* needs as \[16, 12\]",
+        ),
+        (
+            Block(nn.Linear(16, D), nn.Linear(D, 16)),
+            r"h.1.ff.up has a weight of \[12, 16\], .* needs as \[12, 12\]",
+        ),
+        (
+            Block(nn.Linear(D, 16), nn.Linear(16, 8)),
+            r"h.1.ff.down has a weight of \[8, 16\], .* as \[12, 16\]",
+        ),
+    ],
+    ids=["gate and up in one", "changed over", "narrower"],
+)
+def test_matrices_that_tensor_parallelism_would_cut_wrongly(block: Block, said: str) -> None:
+    """One that joins gate and up has rows of both on a rank only if it is cut into halves: elsewhere another model."""
+    model = Other()
+    for layer in model.h:
+        del layer.wide, layer.narrow
+        layer.ff = Block(nn.Linear(D, 16), nn.Linear(16, D))
+    model.h[1].ff = block  # type: ignore[union-attr]
+    table = {k: v for k, v in SPLIT.items() if v not in ("up", "down")}
+    found = find_parts(model, {**table, "h.*.ff": "mlp", "h.*.ff.up": "up", "h.*.ff.down": "down"})
+    check_structure(found, Layout.parse("dp2"))
+    with pytest.raises(ModelError, match=f"tp2 does not fit Other: {said}"):
+        check_structure(found, Layout.parse("tp2"))
+
+
+class Chance(nn.Module):
+    """What a forward of one's own reads."""
+
+    def __init__(self, **numbers: float) -> None:
+        super().__init__()
+        vars(self).update(numbers)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (nn.Dropout(0.5), "p = 0.5"), (nn.Dropout(1), "p = 1"), (nn.AlphaDropout(0.1), "p = 0.1"),
+        (nn.Dropout1d(0.1), "p = 0.1"), (nn.FeatureAlphaDropout(0.1), "p = 0.1"),
+        (Chance(dropout=0.2), "dropout = 0.2"), (Chance(attention_dropout=1), "attention_dropout = 1"),
+        (Chance(jitter_noise=0.1), "jitter_noise = 0.1"), (Chance(drop_path_rate=0.1), "drop_path_rate = 0.1"),
+    ],
+)  # fmt: skip
+def test_chance_is_refused_where_it_falls_otherwise(module: nn.Module, said: str) -> None:
+    """On several ranks, and where a layer is computed again: its second forward would draw other numbers."""
+    found = parts(end=nn.Sequential(module))
     check_structure(found, Layout())
-    with pytest.raises(ModelError, match=r"end.0 has p = 0.5, and chance falls otherwise"):
+    check_recompute(found, Recompute())
+    with pytest.raises(ModelError, match=f"end.0 has {said}, and chance falls otherwise at every layout"):
         check_structure(found, Layout.parse("dp2"))
+    with pytest.raises(ModelError, match=f"end.0 has {said}, .* when a layer is computed again"):
+        check_recompute(found, Recompute.parse("full"))
+    found.root.eval()
+    check_structure(found, Layout.parse("dp2"))
 
 
 def test_own_values_are_cut_as_the_table_says() -> None:

@@ -13,11 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.sharding import ParameterRow
+from fivefold.errors import ModelError
 
 Moved = Callable[[ParameterRow, Tensor], tuple[Tensor, Tensor]]
 """(new row, what a rank holds) -> (the whole local tensor in the new order, what this rank holds of it)."""
 
 MakeOptimizer = Callable[[list[tuple[ParameterRow, nn.Parameter]]], torch.optim.Optimizer]
+
+
+def no_gradient(row: ParameterRow) -> ModelError:
+    """What is told of a parameter that no backward of a step came to, as one that the forward of a module ignores."""
+    return ModelError(
+        f"{row.name} has no gradient: nothing that the loss depends on reads it; leave it out of the module, or use it"
+    )
 
 
 class Masters:
@@ -43,7 +51,8 @@ class Masters:
     def local_gradients(self) -> list[tuple[ParameterRow, Tensor]]:
         gradients = []
         for row, _, master in self.triples:
-            assert master.grad is not None, f"{row.name} has no gradient"
+            if master.grad is None:
+                raise no_gradient(row)
             gradients.append((row, master.grad))
         return gradients
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fivefold.core.sharding import ParameterRow
 from fivefold.runtime.memory import resize_storage
 from fivefold.runtime.mesh import Handle, Mesh
+from fivefold.strategies.data.masters import no_gradient
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class Bucket:
 
     def reduce_start(self) -> None:
         """Comm: one reduce-scatter of n S elements."""
-        assert self.full is not None, "there is no gradient to reduce"
-        assert all(self.filled), f"no gradient of {self.rows[self.filled.index(False)].name}"
+        if self.full is None or not all(self.filled):
+            raise no_gradient(self.rows[self.filled.index(False)])
         self.reducing = self.axis.reduce_scatter_start(self.full.view(-1), 0)
         self.filled, self.missing = [False] * len(self.rows), len(self.rows)
         if not self.keep:

@@ -51,7 +51,8 @@ def _called(name: str, signature: inspect.Signature, forward: Forward, *args: An
             f"{name} is called with {len(given)} arguments ({', '.join(type(value).__name__ for value in given)}); "
             f"experts that travel take tokens, the experts that they chose, and weights: three tensors"
         )
-    return forward(*given)
+    x_TD, experts_TK, weights_TK = given
+    return forward(x_TD, experts_TK.long(), weights_TK)
 
 
 def _dispatched(

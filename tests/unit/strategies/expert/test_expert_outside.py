@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.errors import ModelError
-from fivefold.nn.moe import NOWHERE
+from fivefold.nn.moe import NOWHERE, chosen
 from fivefold.strategies.expert import dispatch, outside
 
 T, K, E, D, FFN = 5, 2, 4, 6, 8
@@ -92,6 +92,19 @@ def test_gradients_come_in_the_same_order_where_nobody_chose() -> None:
     assert run(none)[0] == order == ["w2", "w3", "w1"]
     assert all((p.grad == 0).all() for p in none.parameters())
     assert all((p.grad != 0).any() for p in some.parameters())
+
+
+def test_choices_of_any_integer_type() -> None:
+    module, x_TD, weights_TK = dispatching(comes=True), torch.randn(T, D), torch.rand(T, K)
+    experts_TK = torch.randint(E, (T, K))
+    want = module(x_TD, experts_TK, weights_TK)
+    for integer in (torch.int32, torch.uint8):
+        given = experts_TK.to(integer)
+        assert torch.equal(module(x_TD, given, weights_TK), want)
+        for args, named in (((x_TD, given, weights_TK), {}), ((), {"weights": weights_TK, "chosen": given})):
+            assert torch.equal(chosen(args, named), experts_TK)
+    with pytest.raises(ModelError, match=r"without those that were chosen: a tensor \[T, K\] of torch.int64"):
+        chosen((x_TD, x_TD > 0), {"weights": weights_TK})
 
 
 def test_experts_that_cannot_be_called_so() -> None:

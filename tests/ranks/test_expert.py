@@ -352,12 +352,15 @@ def mostly(layers: list[dict[str, Any]], ep: int) -> list[Any]:
 
 def test_a_recorded_run_has_its_experts(fivefold: CommandLine) -> None:
     fivefold.model(**ROUTED_CONFIG)
-    assert fivefold("train", "train.yaml", "layout=dp2 ep2").code == 0
+    assert fivefold("train", "train.yaml", "layout=dp2 ep2", "log.experts=true").code == 0
     run = fivefold.last_run()
     (layer,) = run["results"]["experts"]["layers"]
     assert run["results"]["experts"]["steps"] == 5
     assert sum(layer["chosen"]) == 5 * 8 * 32 * 2
     assert [line["dropped_choices"] for line in fivefold.metrics()] == [0] * 5
+    each: list[list[int]] = [line["experts"][0]["chosen"] for line in fivefold.metrics()]  # type: ignore[index]
+    assert [sum(column) for column in zip(*each)] == layer["chosen"]
+    assert each[-1] == layer["chosen_last_step"]
     both = {(row["rank"], row["values"]["expert_imbalance"]) for row in run["metrics"] if row["step"] == 5}
     assert {rank for rank, _ in both} == {0, 1}
     assert len({value for _, value in both}) == 1

@@ -51,6 +51,15 @@ def numbers_of(plan: Plan, routing: Mapping[int, LayerRouting], dispatch_bytes: 
     )
 
 
+def counts_of(plan: Plan, routing: Mapping[int, LayerRouting]) -> list[dict[str, Any]]:
+    """One step by layer, in JSON types: how often each expert was chosen, and what each ep rank's experts got."""
+    ep = plan.layout.ep
+    return [
+        {"layer": number, "chosen": list(step.chosen), "ranks": step.of_ranks(ep), "dropped": step.dropped}
+        for number, step in sorted(routing.items())
+    ]
+
+
 @dataclass
 class LayerCounts:
     """The sums of one layer over the steps so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,7 @@ from fivefold.records.store import Run
 from fivefold.runtime.launch import Rank
 from fivefold.strategies.expert.counts_file import RESULT as EXPERTS
 from fivefold.train.config import TrainConfig
-from fivefold.train.experts import ExpertCounts
+from fivefold.train.experts import ExpertCounts, counts_of
 from fivefold.train.precision import PRECISION, Look, Precision, as_result, joined, thinned
 from fivefold.train.sinks import open_sinks
 from fivefold.train.trainer import StepMetrics
@@ -49,6 +50,7 @@ class Log:
         the record.
         """
         self.rank, self.run, self.precision, self.experts = rank, run, precision, experts
+        self.plan, self.each_expert = plan, config.log.experts
         self.looks: list[Look] = []
         self.sinks = open_sinks(config.log, plan) if rank.rank == 0 else []
         self.rows: list[tuple[int, int, dict[str, float]]] = []
@@ -60,7 +62,8 @@ class Log:
         """Log one step. Comm: every `RANK_ROWS_EVERY` logged steps the ranks' numbers are gathered on rank 0."""
         numbers = metrics.numbers()
         if self.file is not None:
-            self.file.write({"step": metrics.step, **numbers})
+            counts = {"experts": counts_of(self.plan, metrics.routing)} if self.each_expert else {}
+            self.file.write({"step": metrics.step, **numbers, **counts})
         for sink in self.sinks:
             sink.log(metrics.step, numbers)
         if self.rank.rank == 0 and self.run is not None:
@@ -139,7 +142,7 @@ class MetricsFile:
         except OSError as error:
             raise RecordError(f"cannot write metrics to {path}: {error.strerror or error}") from None
 
-    def write(self, values: dict[str, float]) -> None:
+    def write(self, values: Mapping[str, Any]) -> None:
         """Append one line."""
         line = json.dumps(values).encode() + b"\n"
         rest = memoryview(line)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from fivefold.core.optimizer import Name, Positive, usable_name
 from fivefold.core.value import Value
@@ -49,6 +49,8 @@ class LogConfig(Value):
     metrics: PathName | None = None
     """File that gets one JSON object per logged step; null: none. A file that is there already is only continued by
     a run that resumes."""
+    experts: bool = False
+    """Each of these lines also has how often every expert was chosen, by layer; in models with experts."""
     records: Name | None = "default"
     """Store of runs: `default` (the one that `fivefold runs` reads), a path, or null (not recorded)."""
     tensorboard: PathName | None = None
@@ -57,3 +59,10 @@ class LogConfig(Value):
     """Project of Weights & Biases; null: none."""
     mlflow: Name | None = None
     """Experiment of MLflow; null: none."""
+
+    @model_validator(mode="after")
+    def _settings_act(self) -> Self:
+        """A setting that would be ignored is refused rather than dropped in silence."""
+        if self.experts and self.metrics is None:
+            raise ValueError("experts does nothing without metrics, the file that it is written to; set it")
+        return self

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
 from fivefold.core.events import Events, without_setup
@@ -16,6 +16,7 @@ from fivefold.data.validation import FirstSamples
 from fivefold.engine.build import ValueSource
 from fivefold.engine.engine import Engine, StepResult
 from fivefold.engine.feed import feed
+from fivefold.engine.routers import LayerRouting
 from fivefold.errors import DataError, FivefoldError
 from fivefold.runtime.launch import Rank
 from fivefold.runtime.ledger import Ledger
@@ -60,10 +61,13 @@ class StepMetrics:
     """Mean over the valid tokens of the held-out samples, after this step; None where it was not measured."""
     experts: ExpertNumbers | None = None
     """What the routers did; None for a model without experts."""
+    routing: Mapping[int, LayerRouting] = field(default_factory=dict)
+    """All that is known of it, by layer of the model."""
 
     def numbers(self) -> dict[str, float]:
-        """All numbers that there are but the step itself, flat: what a record holds."""
-        values = asdict(self)
+        """All numbers that there are but the step itself and `routing`, flat: what a record holds."""
+        values = asdict(replace(self, routing={}))
+        del values["routing"]
         parts = {f"comm_{axis}_s": seconds for axis, seconds in values.pop("comm_s").items()}
         parts.update(values.pop("experts") or {})
         del values["step"]
@@ -199,4 +203,5 @@ class Trainer:
             pipeline_s=result.trace.total_s,
             busy_s=result.trace.busy_s,
             experts=numbers_of(self.plan, result.routing, result.dispatch_bytes),
+            routing=result.routing,
         )

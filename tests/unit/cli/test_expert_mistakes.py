@@ -66,6 +66,20 @@ def test_capacity_factors(line: Callable[..., str], value: str, said: str) -> No
     assert said in told
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("model=tiny-moe", "log.experts=true"), "experts does nothing without metrics"),
+        (
+            ("model=tiny-llama", "log.experts=true", "log.metrics=m"),
+            "log.experts does nothing: tiny-llama has no",
+        ),
+    ],
+)
+def test_counts_that_go_nowhere(line: Callable[..., str], settings: tuple[str, ...], said: str) -> None:
+    assert said in line("train", *settings)
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

@@ -48,6 +48,7 @@ NEEDED = {
     "router.capacity_factor": ["model=tiny-moe"],
     "experts.rebalance_every": ["model=tiny-moe", "layout=dp2 ep2"],
     "experts.spare_slots": ["model=tiny-moe", "layout=dp2 ep2", "experts.rebalance_every=1"],
+    "log.experts": ["model=tiny-moe", "log.metrics=metrics.jsonl"],
     "router.capacity": ["model=tiny-moe", "router.capacity_factor=1.25"],
 }
 """What makes a key count."""

@@ -17,7 +17,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.router import RouterConfig
 from fivefold.core.workload import Workload
 from fivefold.engine.routers import LayerRouting
-from fivefold.train.experts import ExpertCounts, ExpertNumbers, numbers_of
+from fivefold.train.experts import ExpertCounts, ExpertNumbers, counts_of, numbers_of
 from fivefold.train.trainer import StepMetrics
 
 EVEN = LayerRouting((6, 6, 6, 6), 12, 0, math.log(4), 1.0, 0.5)
@@ -89,6 +89,13 @@ def test_counts_are_summed_over_steps() -> None:
             }
         ],
     }
+
+
+def test_counts_of_a_step_by_layer() -> None:
+    assert counts_of(plan(), {3: SKEWED, 1: dataclasses.replace(EVEN, ranks=(7, 13))}) == [
+        {"layer": 1, "chosen": [6, 6, 6, 6], "ranks": [7, 13], "dropped": 0},
+        {"layer": 3, "chosen": [9, 3, 12, 0], "ranks": [12, 12], "dropped": 4},
+    ]
 
 
 def test_progress_says_it_in_a_few_words(capsys: pytest.CaptureFixture[str]) -> None:

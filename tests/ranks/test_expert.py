@@ -365,7 +365,7 @@ def test_a_recorded_run_has_its_experts(fivefold: CommandLine) -> None:
     assert {rank for rank, _ in both} == {0, 1}
     assert len({value for _, value in both}) == 1
     shown = fivefold("runs", "show", "last").out
-    assert "busiest expert" in shown
+    assert "imbalance: the busiest over the mean" in shown
     assert "chosen_last_step" not in shown
 
     plan = fivefold("experts", "plan", "last", "--json").json()

@@ -188,6 +188,17 @@ def test_a_rank_whose_experts_nobody_chose() -> None:
 
 
 @pytest.mark.exhaustive
+def test_places_without_a_dim_for_sequences() -> None:
+    own = example()
+
+    class Numbering(own.TinyGPT):  # type: ignore[misc, name-defined]
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens, torch.arange(tokens.shape[1]))  # type: ignore[no-any-return]
+
+    passed(fivefold.verify_model(Numbering(), "tp2", roles=own.ROLES, dtype="float64", device="cpu"), 1e-10)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
     [

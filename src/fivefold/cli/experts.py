@@ -100,7 +100,7 @@ def _print_table(
     from rich.table import Table
 
     table = Table(
-        title=f"tokens of the most loaded of {ranks} ranks over the mean, {spare} spare slots a rank"
+        title=f"tokens of the most loaded of {ranks} ranks over the mean, {spare} spare slot{'s' * (spare != 1)} a rank"
     )
     for name in ("layer", "experts", "as they are", "with copies", "experts with more than one copy"):
         table.add_column(name, justify="right" if name != "experts with more than one copy" else "left")

@@ -101,5 +101,5 @@ def _of_experts(metrics: StepMetrics) -> str:
     experts = metrics.experts
     if experts is None:
         return ""
-    dropped = f"  dropped {format_count(experts.dropped_choices)}" if experts.dropped_choices else ""
+    dropped = f"  dropped {experts.dropped_frac:.1%}" if experts.dropped_choices else ""
     return f"  imbalance {experts.expert_imbalance:.2f}{dropped}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cli.tables import brief, clean, fits, make_table
+from fivefold.cli.tables import brief, clean, fits, make_table, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,20 +78,27 @@ def _print_experts(console: Console, experts: ExpertsReport) -> None:
     """A row for each routed layer: how unevenly its experts were chosen, in all steps and in the last."""
     from fivefold.strategies.expert.placement import imbalance
 
-    ranks = [f"of {experts.ep} ranks"] if experts.ep > 1 else []
+    ranks = [f"of {experts.ep}\nranks"] if experts.ep > 1 else []
     made = make_table(
-        "layer", "experts", f"imbalance, {experts.steps} steps", *ranks, "last step", "busiest expert",
-        "chosen by", "never chosen", "dropped", "entropy",
+        "layer", "imbalance,\nall steps", "last\nstep", *ranks, "busiest\nexpert",
+        "chosen by\n(tokens)", "never\nchosen", "dropped", "entropy",
     )  # fmt: skip
+    made.padding = (0, 1, 0, 0)
     for layer in experts.layers[:MOST_SHOWN]:
         number = len(layer.chosen)
         made.add_row(
-            str(layer.layer), str(number), f"{layer.imbalance:.2f}",
-            *([f"{layer.rank_imbalance:.2f}"] if ranks else []), f"{imbalance(layer.last):.2f}",
-            str(layer.busiest), f"{layer.busiest_frac:.1%} of tokens", str(layer.never),
-            f"{layer.dropped_frac:.1%}", f"{layer.entropy:.3f} of {math.log(number):.3f}",
+            str(layer.layer), f"{layer.imbalance:.2f}", f"{imbalance(layer.last):.2f}",
+            *([f"{layer.rank_imbalance:.2f}"] if ranks else []), f"{layer.busiest} of {number}",
+            f"{layer.busiest_frac:.1%}",
+            str(layer.never), f"{layer.dropped_frac:.1%}", f"{layer.entropy / max(math.log(number), 1e-9):.1%}",
         )  # fmt: skip
     console.print(made)
+    most = max(layer.most_uneven for layer in experts.layers)
+    say(
+        console,
+        f"{experts.steps} steps; imbalance: the busiest over the mean; 1 is even, {most:.3g} is all tokens "
+        f"to the same experts. Entropy: of a token's scores, 100% where all experts are alike",
+    )
     if len(experts.layers) > MOST_SHOWN:
         console.print(clean(f"and {len(experts.layers) - MOST_SHOWN} more layers; --json has all of them"))
 
@@ -107,10 +114,11 @@ def _print_precision(console: Console, report: Mapping[str, Any]) -> None:
     if not looks:
         return
     first, last = looks[0], looks[-1]
-    heads = [f"gradient norm, step {look['step']}" for look in (first, last)[: len(looks)]]
+    heads = [f"gradient\nnorm,\nstep {look['step']}" for look in (first, last)[: len(looks)]]
     made = make_table(
-        "layer", *heads, f"largest output in {len(looks)} looks", f"of {report['dtype']}'s largest", "of"
+        "layer", *heads, f"largest output\nin {len(looks)} looks", f"of {report['dtype']}'s\nlargest", "of"
     )
+    made.padding = (0, 1, 0, 0)
     for block in last["grad_norm"]:
         norms = [look["grad_norm"].get(block) for look in (first, last)[: len(looks)]]
         step, (value, module) = max(
@@ -119,8 +127,9 @@ def _print_precision(console: Console, report: Mapping[str, Any]) -> None:
         )  # fmt: skip
         made.add_row(
             clean(block), *("" if norm is None else clean(brief("", norm)) for norm in norms),
-            clean("" if value is None else f"{brief('', value)} at step {step}"),
-            clean("" if value is None else f"{_size(value) / report['largest_number']:.1%}"), clean(module),
+            clean("" if value is None else f"{brief('', value)}, step {step}"),
+            clean("" if value is None else f"{_size(value) / report['largest_number']:.1%}"),
+            clean(module.removeprefix(f"{block}.")),
         )  # fmt: skip
     console.print(made)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.layout_text import V_SCHEDULES, pipeline_token
@@ -119,7 +120,12 @@ def _check_experts(layout: Layout) -> None:
         )
         if inner % etp:
             raise LayoutError(f"{fault}; nearest etp: {nearest_numbers(etp, divisors(inner))}")
-        raise LayoutError(f"{fault}; nearest ep: {nearest_numbers(ep, divisors(inner // etp))}")
+        enough = layout.dp * (ep * etp // gcd(inner, ep * etp))
+        asked = f"ep{ep} etp{etp}" if etp > 1 else f"ep{ep}"
+        raise LayoutError(
+            f"{fault}; nearest ep: {nearest_numbers(ep, divisors(inner // etp))}; "
+            f"ep adds no ranks: for {asked} take dp{enough}"
+        )
     if tp > 1 and etp != tp and ep * etp > 1 and not layout.sp:
         raise LayoutError(
             f"experts with etp{etp} and tp{tp} need sequence parallelism, "

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -66,7 +66,7 @@ class StepResult:
     step_s: float
     comm_s: dict[str, float]
     """Axis -> seconds that this rank could do nothing but wait for communication."""
-    trace: Trace
+    trace: Trace = field(repr=False)
     routing: dict[int, LayerRouting]
     """What the routers did, by layer of the whole model; empty for a model without experts."""
     dispatch_bytes: int

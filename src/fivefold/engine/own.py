@@ -73,14 +73,15 @@ class OwnModel:
     ) -> OwnStage:
         stage = OwnStage(self._root, layers, first=first, last=last)
         self._root.show(stage)
-        tensor.apply(stage, self.parts.roles, mesh, self.spec.vocab, deferred=deferred)
+        own_name = self.parts.own_name
+        tensor.apply(stage, self.parts.roles, mesh, self.spec.vocab, own_name=own_name, deferred=deferred)
         heads = local_heads(self.spec.blocks[layers.start : layers.stop], mesh.layout)
         attentions = {
             name: kv_heads
             for layer, (_, kv_heads) in zip(layers, heads)
             for name in self.parts.inside(layer, "attention")
         }
-        context.apply(stage, self.module, attentions, mesh)
+        context.apply(stage, self.module, attentions, mesh, own_name)
         expert.apply(stage, mesh)
         recompute.apply(stage, self.spec, plan.execution.recomputed)
         for module in self.module.modules():

@@ -30,6 +30,8 @@ POSITION_NAMES = ("position_ids", "positions")
 HEAD_DIM_NAMES = ("head_dim", "head_size", "d_head", "dim_head")
 HEADS_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 """Attributes of an attention module that tell how its features fall into heads."""
+JOINED_ROLES = ("qkv", "kv", "gate_up")
+JOINED = " (a matrix that joins several is cut by no strategy: split it, or call it 'whole' and leave out tp and cp)"
 TOP_K_NAMES = ("top_k", "num_experts_per_tok", "k")
 """Attributes of a router, or of the block around it, that tell how many experts a token meets."""
 
@@ -90,9 +92,9 @@ def find_parts(root: nn.Module, roles: Mapping[str, str]) -> Parts:
         raise ModelError("the table of roles must be a mapping of texts, {'name pattern of modules': 'role'}")
     for pattern, role in roles.items():
         if role not in OWN_ROLES:
+            hint = JOINED if role.startswith(JOINED_ROLES) else nearest(role, OWN_ROLES)
             raise ModelError(
-                f"the table of roles gives {pattern!r} the role {role!r}{nearest(role, OWN_ROLES)}; "
-                f"roles are: {', '.join(OWN_ROLES)}"
+                f"the table of roles gives {pattern!r} the role {role!r}{hint}; roles are: {', '.join(OWN_ROLES)}"
             )
     layers = _with_role(root, "layer", roles)
     names = {"embedding": _only(root, "embedding", roles)}

@@ -49,7 +49,8 @@ class Replaced:
 
     def refuse(self, what: str) -> ModelError:
         return ModelError(
-            f"{self.name} attends with {what}, which the cores of tensor and context parallelism lack"
+            f"{self.name} attends with {what}, which the cores of tensor and context parallelism lack; "
+            f"they are causal and take nothing more"
         )
 
 
@@ -64,7 +65,7 @@ def _watch(module: nn.Module, core: Replaced, what: str, within: AbstractContext
         if core.calls != before + 1:
             raise ModelError(
                 f"{core.name} called {what} {core.calls - before} times in its forward; tensor and context parallelism "
-                f"replace one causal call of it"
+                f"replace one causal call of it, so let it attend by one"
             )
         return out
 

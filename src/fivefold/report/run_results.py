@@ -47,6 +47,11 @@ class LayerLoad:
         return self.chosen[self.busiest] / max(1, self.tokens)
 
     @property
+    def most_uneven(self) -> float:
+        """The imbalance where all tokens choose the same experts: E / K."""
+        return len(self.chosen) * self.tokens / max(1, sum(self.chosen))
+
+    @property
     def dropped_frac(self) -> float:
         return self.dropped / max(1, sum(self.chosen))
 

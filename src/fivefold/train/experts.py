@@ -25,6 +25,8 @@ class ExpertNumbers:
     """The same of the ranks of ep, with all their experts."""
     dropped_choices: int
     """Beyond the capacity of an expert, in all layers."""
+    dropped_frac: float
+    """The same of all choices."""
     router_entropy: float
     """Of a token's scores, in nats, the mean over tokens and layers."""
     balance_loss: float | None
@@ -40,10 +42,12 @@ def numbers_of(plan: Plan, routing: Mapping[int, LayerRouting], dispatch_bytes: 
     layers, ep, router = routing.values(), plan.layout.ep, plan.execution.router
     if not layers:
         return None
+    dropped = sum(layer.dropped for layer in layers)
     return ExpertNumbers(
         expert_imbalance=max(layer.imbalance for layer in layers),
         rank_imbalance=max(imbalance(layer.of_ranks(ep)) for layer in layers) if ep > 1 else None,
-        dropped_choices=sum(layer.dropped for layer in layers),
+        dropped_choices=dropped,
+        dropped_frac=dropped / max(1, sum(sum(layer.chosen) for layer in layers)),
         router_entropy=fmean(layer.entropy for layer in layers),
         balance_loss=fmean(layer.balance for layer in layers) if router.balance_coefficient else None,
         z_loss=fmean(layer.z for layer in layers) if router.z_coefficient else None,

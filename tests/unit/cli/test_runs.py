@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from fivefold.cli import tables
 from fivefold.cli.run_details import last_rows, losses
+from fivefold.cli.run_results import print_result
 from fivefold.cli.runs import command
 from fivefold.cli.tables import sparkline
 from fivefold.errors import RecordError
@@ -297,8 +300,32 @@ def test_the_precision_report(invoke: Invoke, store: Store) -> None:
     for words in (
         "overflows: step 2, step 3, step 4, step 5, step 6, step 7, ... 28 more ..., step 36",
         "loss scale: 64 from step 1, 32 from step 3",
-        "gradient norm, step 5", "gradient norm, step 15", "largest output in 3 looks",
+        "step 5", "step 15", "largest output", "in 3 looks",
     ):  # fmt: skip
         assert words in shown
     row = next(line.split() for line in shown.splitlines() if line.strip().startswith("layers.0"))
-    assert row == ["layers.0", "0.5", "2", "16376", "at", "step", "10", "25.0%", "layers.0.mlp"]
+    assert row == ["layers.0", "0.5", "2", "16376,", "step", "10", "25.0%", "mlp"]
+
+
+def test_experts_and_precision_fit_in_80_columns(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = {
+        "layer": 31, "chosen": [100_000, *[1] * 255], "chosen_last_step": [9, *[0] * 255], "ranks": [1] * 64,
+        "tokens": 100_000, "dropped": 3, "entropy": 5.0,
+    }  # fmt: skip
+    look = {
+        "step": 5,
+        "grad_norm": {"layers.31": 0.12345},
+        "largest": {"layers.31": [1.2345, "layers.31.attention_norm"]},
+    }
+    precision = {"dtype": "bfloat16", "largest_number": 3e38, "scales": [], "overflow_steps": []}
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    print_result(console, "experts", {"ep": 64, "steps": 5000, "moved": False, "layers": [layer]})
+    print_result(console, "precision", {**precision, "layers": [look, {**look, "step": 5000}]})
+    shown = out.getvalue()
+    for words in (
+        "5000 steps; imbalance", "0 of 256", "100.0%", "255 is all tokens", "0.12345", "1.2345, step 5",
+        "attention_norm",
+    ):  # fmt: skip
+        assert words in shown
+    assert max(map(len, shown.splitlines())) <= 80

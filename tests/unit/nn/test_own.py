@@ -156,6 +156,10 @@ def test_tokens_are_not_there_on_later_stages() -> None:
         ({"model.h.*": "layer"}, "no module of Other has the role 'layer': the table has 'model.h.*' for it"),
         ({**SPLIT, "out": "haed"}, r"gives 'out' the role 'haed' \(did you mean 'head'\?\)"),
         (
+            {**SPLIT, "h.*.mix.q": "qkv"},
+            r"the role 'qkv' \(a matrix that joins several is cut by no strategy: split it",
+        ),
+        (
             {k: v for k, v in SPLIT.items() if k != "h.*.wide"},
             r"Other: h.0.wide \(Linear\) has parameters and no role",
         ),

@@ -56,6 +56,7 @@ def test_numbers_of_a_step_are_those_of_the_worst_layer_and_means_over_layers() 
     assert found.expert_imbalance == 2.0
     assert found.rank_imbalance == 1.5
     assert found.dropped_choices == 4
+    assert found.dropped_frac == 4 / sum(sum(layer.chosen) for layer in (EVEN, SKEWED, LOPSIDED))
     assert found.router_entropy == pytest.approx((math.log(4) + 0.7) / 3)
     assert (found.balance_loss, found.z_loss, found.dispatch_bytes) == (1.5, 1.0, 77)
 
@@ -104,7 +105,7 @@ def test_progress_says_it_in_a_few_words(capsys: pytest.CaptureFixture[str]) -> 
     progress.said = 0.0
     progress.update(metrics(), None)
     with_experts, without = capsys.readouterr().err.splitlines()
-    assert with_experts.endswith("comm 0%  imbalance 2.00  dropped 4")
+    assert with_experts.endswith("comm 0%  imbalance 2.00  dropped 16.7%")
     assert without.endswith("comm 0%")
 
 

@@ -6,7 +6,7 @@ as the embedding returns, which are 1/tp of all with sequence parallelism, and f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -15,16 +15,23 @@ from fivefold.runtime.mesh import Mesh
 from fivefold.strategies.context.apply import core
 
 
-def apply(stage: nn.Module, root: nn.Module, attentions: Mapping[str, int], mesh: Mesh) -> None:
+def apply(
+    stage: nn.Module,
+    root: nn.Module,
+    attentions: Mapping[str, int],
+    mesh: Mesh,
+    own_name: Callable[[str], str] = str,
+) -> None:
     """Replace the attention cores of a stage of `root`. Where neither cp nor tp needs it, nothing is touched.
 
     `attentions`: name of each attention module in the stage -> the KV heads that a rank has of it.
+    `own_name`: name in the stage -> what the module's author calls it.
     """
     registry = is_transformers(root)
     if mesh.layout.cp == 1 and not (registry and mesh.layout.tp > 1):
         return
     replaced = {
-        stage.get_submodule(name): Replaced(name, lambda window: core(window, mesh), heads)
+        stage.get_submodule(name): Replaced(own_name(name), lambda window: core(window, mesh), heads)
         for name, heads in attentions.items()
     }
     if registry:

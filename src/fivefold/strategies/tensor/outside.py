@@ -16,6 +16,7 @@ column map keeps b*S/tp*D and gathers again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -31,6 +32,9 @@ from fivefold.strategies.tensor.linear import SEQUENCE_DIM, Cut, column_linear, 
 from fivefold.strategies.tensor.rules import COLUMN, ROW
 from fivefold.strategies.tensor.vocabulary import VocabularyLoss, look_up
 
+SHAPE_FAULT = re.compile(r"shape '\[.*\]' is invalid for input of size")
+"""What view and reshape say."""
+
 
 def apply(
     stage: nn.Module,
@@ -38,11 +42,12 @@ def apply(
     mesh: Mesh,
     vocab: int,
     *,
+    own_name: Callable[[str], str] = str,
     deferred: DeferredGradients | None = None,
 ) -> None:
     """Change what the modules of a stage do. At tp = 1 nothing is touched, unless weight gradients are `deferred`.
 
-    `roles`: name in the stage -> role.
+    `roles`: name in the stage -> role. `own_name`: name in the stage -> what the module's author calls it.
     """
     axis = mesh.axis("tp")
     if axis.degree == 1 and deferred is None:
@@ -62,7 +67,8 @@ def apply(
         elif role == "positions" and cut.sequence_parallel:
             module.register_forward_hook(partial(_own_places, cut))
         elif role in BLOCK_ROLES and axis.degree > 1:
-            module.register_forward_pre_hook(partial(_enter, cut, name), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_enter, cut, own_name(name)), with_kwargs=True)
+            run(module, partial(_with_fewer_features, module.forward, own_name(name), axis.degree))
     if axis.degree > 1:
         stage.loss = VocabularyLoss(axis, vocab)
 
@@ -85,8 +91,23 @@ def _embedding(module: Any, cut: Cut, tokens_BS: Tensor) -> Tensor:
 
 
 def _own_places(cut: Cut, _module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-    """Shapes: [B or 1, S, D] -> [B or 1, S/tp, D], as the embedding's output."""
-    return out.chunk(cut.axis.degree, SEQUENCE_DIM)[cut.axis.index]
+    """Shapes: [B or 1, S, D] or [S, D] -> S/tp for S, as the embedding's output."""
+    return out.chunk(cut.axis.degree, -2)[cut.axis.index]
+
+
+def _with_fewer_features(
+    forward: Callable[..., Any], name: str, degree: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Run the forward of a block, and say what is wrong if it gives its heads a shape that only all of them have."""
+    try:
+        return forward(*args, **kwargs)
+    except RuntimeError as error:
+        if not SHAPE_FAULT.match(str(error)):
+            raise
+        raise ModelError(
+            f"{name}: {error}: under tp{degree} a rank has a part of its heads or features; let the shapes count them "
+            f"(-1), not a number kept from the start"
+        ) from None
 
 
 def _enter(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fivefold.core.json_text import strict
 from fivefold.core.plan import Plan
 from fivefold.errors import RecordError
 from fivefold.records.store import Run
@@ -143,8 +144,8 @@ class MetricsFile:
             raise RecordError(f"cannot write metrics to {path}: {error.strerror or error}") from None
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one line."""
-        line = json.dumps(values).encode() + b"\n"
+        """Append one line; numbers that JSON does not have as the texts nan, inf and -inf."""
+        line = json.dumps(strict(dict(values))).encode() + b"\n"
         rest = memoryview(line)
         try:
             while rest:  # a disk that is nearly full takes a part of the line, and refuses only the next part

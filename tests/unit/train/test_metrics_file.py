@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_lines_after_the_resumed_step_are_taken_back(
     file.write({"step": keep + 1, "loss": 0.5})
     file.close()
     assert steps(path) == [*kept, keep + 1]
+
+
+def test_a_step_without_finite_numbers_is_json_all_the_same(tmp_path: Path) -> None:
+    """Python writes NaN and Infinity, which other readers of JSON refuse."""
+
+    def no_json(constant: str) -> float:
+        raise AssertionError(constant)
+
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "z_loss": -math.inf})
+    file.close()
+    line = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=no_json)
+    assert line == {"step": 1, "loss": "nan", "grad_norm": "inf", "z_loss": "-inf"}
+    assert math.isnan(float(line["loss"]))
 
 
 @pytest.mark.parametrize("line", ["a note\n", "[1, 2]\n", '{"steps": 3}\n', '{"step": "x"}\n', "\n"])

@@ -84,9 +84,10 @@ class OwnModel:
         context.apply(stage, self.module, attentions, mesh, own_name)
         expert.apply(stage, mesh)
         recompute.apply(stage, self.spec, plan.execution.recomputed)
-        for module in self.module.modules():
+        for where, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(mesh.device.device))
+                values = self.values.buffer(f"{where}.{name}" if where else name, buffer)
+                setattr(module, name, values.to(mesh.device.device))
         return stage
 
     def let_go(self) -> None:

@@ -6,7 +6,8 @@ every matrix of every expert apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,10 @@ APART: Mapping[str, Sequence[tuple[str, ...]]] = {
 number of an expert. The second form is Mixtral's."""
 
 
+COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+"""What older checkpoints hold beside parameters, and modules compute themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A tensor of a file that is a parameter, or some rows of one expert's matrix in it."""
@@ -41,11 +46,22 @@ class Piece:
 
 
 def open_folder(folder: Path) -> dict[str, Entry]:
-    """All tensors of a folder. Raises: ModelError where it has no safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
+    """All tensors of a folder: of its files model*.safetensors, or of all where none is called so.
+
+    Raises: ModelError where it has no safetensors files, or a tensor twice.
+    """
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"no safetensors files in {folder}; give the folder that holds the module's weights")
-    return {name: entry for file in files for name, entry in read_header(file).entries.items()}
+    there: dict[str, Entry] = {}
+    for file in files:
+        for name, entry in read_header(file).entries.items():
+            if name in there:
+                raise ModelError(
+                    f"{folder} has {name} in {there[name].path.name} and in {file.name}; leave one of them"
+                )
+            there[name] = entry
+    return there
 
 
 def find(there: Mapping[str, Entry], name: str, shape: tuple[int, ...], folder: Path) -> list[Piece]:
@@ -62,6 +78,18 @@ def find(there: Mapping[str, Entry], name: str, shape: tuple[int, ...], folder: 
             elif any(tensor.format(e) in there for tensor in tensors for e in range(shape[0] + 1)):
                 return list(_pieces(there, tensors, shape, folder))
     return [Piece(_matching(there, name, shape, folder))]
+
+
+def refuse_others(
+    there: Mapping[str, Entry], known: Iterable[Entry], names: Iterable[str], folder: Path
+) -> None:
+    """`known`, `names`: tensors that the module has. Raises: ModelError naming those that it has not."""
+    used, buffers = {id(entry) for entry in known}, set(names)
+    others = [name for name, entry in there.items() if id(entry) not in used and name not in buffers]
+    others = [name for name in others if not COMPUTED.search(name)]
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise ModelError(f"{folder} has {min(others)}{more}, which the module has not: it is another model")
 
 
 def _pieces(

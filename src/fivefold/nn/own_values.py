@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from fivefold.core.layout import Layout, MeshAxis
 from fivefold.core.sharding import ParameterRow
 from fivefold.errors import ModelError
 from fivefold.nn.own import Parts
-from fivefold.nn.own_files import Piece, find, open_folder, read
+from fivefold.nn.own_files import Piece, find, open_folder, read, refuse_others
+from fivefold.nn.safetensors_io import Entry, read_region
 
 
 @contextmanager
@@ -40,8 +42,9 @@ class OwnValues:
     """The values that a module has when this is made. `folder`: read them from its safetensors files instead.
 
     Files have the module's own names, as `safetensors.torch.save_model` writes them, or the experts of Mixtral and
-    Qwen-MoE each in tensors of their own, as `save_pretrained` does.
-    Raises: ModelError naming the parameter that has no values, or differs in shape.
+    Qwen-MoE each in tensors of their own, as `save_pretrained` does. Buffers of floating point that a module saves are
+    read as well, where the files have them.
+    Raises: ModelError naming the parameter that has no values, or differs in shape, or that the module has not.
     """
 
     def __init__(self, parts: Parts, folder: Path | None) -> None:
@@ -59,12 +62,28 @@ class OwnValues:
                 if name == "head.weight" and parts.tied and own not in there:
                     own = parts.own_name("embedding.weight")
                 self._pieces[name] = find(there, own, tuple(parameter.shape), folder)
+        self._buffers: dict[str, Entry] = {}
+        saved = parts.root.state_dict(keep_vars=True) if folder is not None else {}
         for name, buffer in parts.root.named_buffers():
+            if folder is not None and name in saved and name in there and buffer.is_floating_point():
+                self._buffers[name] = find(there, name, tuple(buffer.shape), folder)[0].entry
             if buffer.is_meta:
                 raise ModelError(
                     f"{parts.kind}: the buffer {name} has no values; make the module within "
                     f"fivefold.empty_parameters(), which leaves buffers as they are"
                 )
+
+        if folder is not None:
+            known = (piece.entry for pieces in self._pieces.values() for piece in pieces)
+            refuse_others(there, known, (name for name, _ in parts.root.named_buffers()), folder)
+
+    def buffer(self, name: str, own: Tensor) -> Tensor:
+        """The values of a buffer, by the module's name: `own` where files hold none."""
+        if name not in self._buffers:
+            return own
+        values, size = torch.empty(own.shape, dtype=own.dtype), own.numel()
+        read_region(replace(self._buffers[name], shape=(size,)), (slice(0, size),), values.view(-1))
+        return values
 
     def __call__(
         self, row: ParameterRow, layout: Layout, coordinate: Mapping[MeshAxis, int], dtype: str

@@ -13,6 +13,7 @@ from torch import nn
 
 from fivefold.core.layout import Layout
 from fivefold.engine.own import OwnModel
+from fivefold.engine.parallelize import parallelize
 from fivefold.errors import ModelError
 from fivefold.nn.own_values import empty_parameters
 from fivefold.strategies.compose import parameter_table, rows_of
@@ -116,3 +117,40 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ModelError, match=r"the buffer model.rotary_emb.inv_freq has no values; make the module within"
     ):
         OwnModel(bare, weights=tmp_path / "hf")
+
+
+def test_what_is_too_much_is_named(tmp_path: Path) -> None:
+    """A folder of a deeper model fits a shallower one tensor by tensor."""
+    model = make("llama")
+    folder = save(model, tmp_path / "hf")
+    shallower = empty(make("llama", num_hidden_layers=model.config.num_hidden_layers - 1))
+    with pytest.raises(ModelError, match=r"has model.layers.\d.\S+ and \d more, which the module has not"):
+        OwnModel(shallower, weights=folder)
+    tensors = load_file(folder / "model.safetensors")
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    save_file({**tensors, **computed}, folder / "model.safetensors")
+    save_file({"else": torch.ones(2)}, folder / "consolidated.safetensors")
+    OwnModel(empty(model), weights=folder)
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "model-2.safetensors")
+    with pytest.raises(
+        ModelError, match=r"has model.norm.weight in model-2.safetensors and in model.safetensors"
+    ):
+        OwnModel(empty(model), weights=folder)
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 2, 2, 2)])
+def test_buffers_that_a_module_saves_are_read(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """As the selection biases of a router; others keep what they are made with."""
+    model = make("llama")
+    model.model.layers[0].register_buffer("balance", torch.randn(shape))  # type: ignore[union-attr]
+    model.register_buffer("steps", torch.tensor(3))
+    save_file(
+        {name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    other = empty(model)
+    other.model.layers[0].register_buffer("balance", torch.zeros(shape))  # type: ignore[union-attr]
+    other.register_buffer("steps", torch.tensor(0))
+    frequencies = other.model.rotary_emb.inv_freq  # type: ignore[union-attr]
+    parallel = parallelize(other, "dp1", seq_len=8, global_batch=1, weights=tmp_path)
+    assert torch.equal(parallel.model.model.layers[0].balance, model.model.layers[0].balance)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(parallel.model.model.rotary_emb.inv_freq, frequencies)  # type: ignore[union-attr, arg-type]

@@ -176,6 +176,8 @@ def recompute_of(text: str, layers: int) -> tuple[float, bool]:
     """(share of layers computed again in full, whether the attention core is)."""
     words = text.lower()
     if words.startswith("full"):
+        if every := re.fullmatch(r"full/([1-9]\d{0,3})", words):  # our own word for every k-th layer
+            return len(range(0, layers, int(every[1]))) / layers, False
         match = re.search(r"full\D*?(\d+) layers", words)
         return (min(1.0, int(match[1]) / layers) if match else 1.0), False
     if words.startswith("selective"):

@@ -180,6 +180,7 @@ def test_words_of_a_table() -> None:
     ]  # fmt: skip
     assert recompute_of("full", 10) == (1.0, False)
     assert recompute_of("full, 4 layers", 10) == (0.4, False)
+    assert recompute_of("full/2", 5) == (0.6, False)
     assert recompute_of("selective: core_attn", 10) == recompute_of("selective", 10) == (0.0, True)
     assert recompute_of("selective: mlp", 10) == recompute_of("none", 10) == (0.0, False)
 

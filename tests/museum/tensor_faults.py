@@ -76,8 +76,8 @@ def bias_added_by_every_rank(patch: Patch) -> None:
 @exhibit("tp2 nosp", "tp2 pp2 nosp", "the gradient of", "backward tp all_reduce", "(missing)", "axis tp")
 def input_gradient_not_summed(patch: Patch) -> None:
     """The gradient of a column-parallel map's input stays the part of its own columns."""
-    start = linear._sum_start
-    patch.setattr(linear, "_sum_start", lambda dx, cut: start(dx, cut) if cut.sequence_parallel else None)
+    start = linear.sum_start
+    patch.setattr(linear, "sum_start", lambda dx, cut: start(dx, cut) if cut.sequence_parallel else None)
 
 
 # Logical parts of a weight

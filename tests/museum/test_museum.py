@@ -57,6 +57,12 @@ def said_of(verdict: Verdict) -> str:
     return verdict.cause
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.plant.__name__)
+def test_a_fault_can_be_planted(monkeypatch: Patch, fault: Fault) -> None:
+    """What it puts a fault into is still there, by that name."""
+    fault.plant(monkeypatch)
+
+
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(f, marks=() if f.quick else pytest.mark.exhaustive, id=f.plant.__name__) for f in FAULTS],

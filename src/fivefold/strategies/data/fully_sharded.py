@@ -16,7 +16,7 @@ is there again when backward needs it. Every microbatch in flight shares it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,9 @@ class FullySharded(Sharded):
     def completed(self, bucket: Bucket) -> None:
         if not self.gather_once:
             bucket.let_go()
+
+    def in_order(self, chunk: int) -> Sequence[Bucket]:
+        return self.held[chunk][::-1]
 
     def _hook(self, module: nn.Module, parts: list[Unit], held: list[Bucket], index: int) -> None:
         """Hook one unit of a chunk. `parts`, `held`: all its units and their buckets in the order of forward."""

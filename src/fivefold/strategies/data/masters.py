@@ -21,8 +21,13 @@ Moved = Callable[[ParameterRow, Tensor], tuple[Tensor, Tensor]]
 MakeOptimizer = Callable[[list[tuple[ParameterRow, nn.Parameter]]], torch.optim.Optimizer]
 
 
-def no_gradient(row: ParameterRow) -> ModelError:
+def no_gradient(row: ParameterRow, when: str = "") -> ModelError:
     """What is told of a parameter that no backward of a step came to, as one that the forward of a module ignores."""
+    if when:
+        return ModelError(
+            f"{row.name} has no gradient {when}, of which zero2 and zero3 reduce those of every one; let the loss "
+            f"depend on it always, or use zero0"
+        )
     return ModelError(
         f"{row.name} has no gradient: nothing that the loss depends on reads it; leave it out of the module, or use it"
     )

@@ -1,8 +1,8 @@
 """ZeRO-0: every data rank holds all parameters, gradients and optimizer state of its shard of the model.
 
 Communication: one all-reduce per bucket and step on axis data (dp x cp; for experts edp), started as soon as its last
-gradient is ready (pp = 1: during the last microbatch's backward) or at the schedule's REDUCE_GRAD, awaited before the
-norm.
+gradient is ready and those before it are under way (pp = 1: during the last microbatch's backward) or at the schedule's
+REDUCE_GRAD, awaited before the norm.
 """
 
 from __future__ import annotations
@@ -101,10 +101,21 @@ class Replicated(Masters):
         if bucket is None or bucket.chunk not in self._watched:
             return
         bucket.missing -= 1
-        if bucket.missing == 0:
-            phase, self.mesh.phase = self.mesh.phase, "reduce"
-            bucket.start(self)
-            self.mesh.phase = phase
+        self._start_full(bucket.chunk)
+
+    def _start_full(self, chunk: int) -> None:
+        """Start the buckets that are full, one after another, as all ranks do.
+
+        Gradients may come in another order elsewhere, or not at all: a module that is not ours may skip some of its
+        parameters where no token of this rank needs them.
+        """
+        phase, self.mesh.phase = self.mesh.phase, "reduce"
+        for bucket in self.buckets[chunk]:
+            if bucket.handle is None:
+                if bucket.missing:
+                    break
+                bucket.start(self)
+        self.mesh.phase = phase
 
     def _all_buckets(self) -> Iterable[_Bucket]:
         return (bucket for chunk in self.buckets.values() for bucket in chunk)

@@ -12,13 +12,13 @@ awaited.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
 from fivefold.core.sharding import ParameterRow
 from fivefold.runtime.mesh import Mesh
-from fivefold.strategies.data.masters import MakeOptimizer, Masters
+from fivefold.strategies.data.masters import MakeOptimizer, Masters, no_gradient
 from fivefold.strategies.data.rules import buckets
 from fivefold.strategies.data.shards import Bucket
 
@@ -41,6 +41,8 @@ class Sharded(Masters):
         self.each_microbatch = each_microbatch
         self.under_way: Bucket | None = None
         self._watched: set[int] = set()
+        self._turn = dict.fromkeys(held, 0)
+        """Chunk -> the bucket that is reduced next, counted as backward fills them."""
         self._place_of: dict[int, tuple[Bucket, int]] = {}
         found: dict[str, tuple[ParameterRow, nn.Parameter, nn.Parameter]] = {}
         for bucket in self.buckets():
@@ -61,21 +63,26 @@ class Sharded(Masters):
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         bucket, index = self._place_of[id(parameter)]
+        if self.each_microbatch and bucket.filled[index]:
+            self._refuse_gaps(bucket)
         bucket.add(index, gradient)
-        if self.each_microbatch or bucket.chunk in self._watched:
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._start(bucket)
+        if not self.each_microbatch and bucket.chunk not in self._watched:
+            return
+        bucket.missing -= 1
+        self._start_full(bucket.chunk)
 
     def reduce(self, chunk: int) -> None:
         if not self.each_microbatch:
-            for bucket in self.held[chunk]:
+            for bucket in self.in_order(chunk):
                 if bucket.reducing is None:
                     self._start(bucket)
+            self._turn[chunk] = 0
         self._watched.discard(chunk)
 
     def wait(self) -> None:
         for bucket in self.buckets():
+            if self.each_microbatch and any(bucket.filled):
+                self._refuse_gaps(bucket)
             bucket.reduce_wait()
         self.under_way = None
         summing = [bucket.sum_groups_start() for bucket in self.buckets() if bucket.across.degree > 1]
@@ -99,6 +106,21 @@ class Sharded(Masters):
 
     def completed(self, bucket: Bucket) -> None:
         """All gradients of the bucket are on their way."""
+
+    def in_order(self, chunk: int) -> Sequence[Bucket]:
+        """The buckets of a chunk as backward fills them."""
+        return self.held[chunk]
+
+    def _start_full(self, chunk: int) -> None:
+        """Start the buckets that are full, one after another, as all ranks do: see `Replicated`."""
+        order = self.in_order(chunk)
+        while not order[self._turn[chunk]].missing:
+            self._start(order[self._turn[chunk]])
+            self._turn[chunk] = (self._turn[chunk] + 1) % len(order)
+
+    def _refuse_gaps(self, bucket: Bucket) -> None:
+        """A microbatch has ended that filled a bucket in part: elsewhere it may be full, and be reduced."""
+        raise no_gradient(bucket.rows[bucket.filled.index(False)], "in a microbatch")
 
     def _start(self, bucket: Bucket) -> None:
         phase, self.mesh.phase = self.mesh.phase, "reduce"

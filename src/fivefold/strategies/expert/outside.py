@@ -2,8 +2,7 @@
 
 Its own router chooses. What its experts are called with is dispatched as for our own (`dispatch.py`), and its own
 forward computes what comes: each row as a token of one choice, of an expert numbered among those of this rank. Where
-nothing comes it computes a row of zeros that counts for nothing: gradients come in the order of the other ranks, with
-which their buckets are summed.
+nothing comes it computes a row of zeros that counts for nothing, so that gradients come as on the other ranks.
 
 Communication: that of `dispatch.py` with etp = 1.
 """

@@ -41,7 +41,7 @@ def command(
     from fivefold.core.layout import Layout
     from fivefold.estimate.recompute import Recompute
     from fivefold.plan.clock import Choice, Clock, loaded
-    from fivefold.plan.result import nearest_that_fits, plan_facts
+    from fivefold.plan.result import nearest_that_fits, plan_facts, recompute_choices, recompute_facts
     from fivefold.plan.search import evaluate
 
     layout, again = Layout.parse(text), Recompute.parse(recompute)
@@ -54,8 +54,10 @@ def command(
         question = replace(question, global_batch=rounds * at_once)
     question.check(layout, micro_batch)
     clock = Clock(question, loaded(calibration))
-    (found,) = evaluate(question, clock, [Choice(layout, micro_batch, again)])
-    facts = plan_facts(question, found)
+    choices = recompute_choices(question.spec, again)
+    each = evaluate(question, clock, [Choice(layout, micro_batch, one) for one in choices])
+    found = each[choices.index(again)]
+    facts = plan_facts(question, found) | {"recompute_choices": recompute_facts(each)}
     reasons = facts["reasons"]
     if found.memory.fits(question.capacity_bytes) != "yes":
         nearest = nearest_that_fits(question, layout, micro_batch, again)
@@ -107,6 +109,11 @@ def _print(facts: dict[str, Any]) -> None:
         f"step: {format_seconds(facts['step_time_s'])} ({span(facts['step_time_p10_s'], facts['step_time_p90_s'])}), "
         f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s on each device{mfu}; {told}",
     )
+    table = make_table("recompute", "activations", "in all", "step")
+    for one in facts["recompute_choices"]:
+        kept, whole = format_bytes(one["activations_bytes"]), format_bytes(one["peak_memory_bytes"])
+        table.add_row(one["recompute"], kept, whole, format_seconds(one["step_time_s"]))
+    console.print(table)
     if len(facts["rank_memory_bytes"]) > 1:
         listed = "  ".join(format_bytes(n) for n in facts["rank_memory_bytes"])
         say(console, f"pipeline ranks: {listed}")

@@ -173,13 +173,15 @@ def _print(verdict: Verdict) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fivefold.cli.tables import say
+
     own = verdict.own_errors
     every = verdict.experts.rebalance_every
     case = f"{verdict.case}" + (f" experts.rebalance_every={every}" if every else "")
     title = f"{verdict.model}: {case} against {verdict.against}, {verdict.dtype}"
     if own:
         title = f"{verdict.model}: {verdict.case}, and one device, in {verdict.dtype} against float64"
-    table = Table(title=title, title_justify="left")
+    table = Table()
     errors = ("error", "one device's own") if own else ("relative error",)
     for name in ("quantity", *errors, ""):
         table.add_column(name, justify="right" if name in errors else "left")
@@ -198,6 +200,7 @@ def _print(verdict: Verdict) -> None:
     agree = "[green]as predicted[/green]" if verdict.events_match else "[red]not as predicted[/red]"
     table.add_row("communication", *([""] if own else []), "", agree)
     console = Console(file=sys.stdout)
+    say(console, title)  # not as the title of the table, which would be broken at its width
     console.print(table)
     steps = f"{verdict.steps} step{'s' if verdict.steps > 1 else ''}"
     found = f"worst error {verdict.max_rel_err:.1e}, bound {verdict.bound:.0e}, {steps}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec
+from fivefold.core.model_spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec
 from fivefold.errors import ConfigError, nearest
 from fivefold.estimate import saved
 from fivefold.estimate.saved import Kernels, Saved, Share
@@ -53,6 +53,12 @@ class Recompute:
     def takes(self, layer: int) -> bool:
         """Whether this layer computes anything again."""
         return self.words != ("none",) and layer % self.every == 0
+
+
+def feed_forward_words(spec: ModelSpec) -> tuple[str, ...]:
+    """What the feed-forward blocks of a model are called: `moe`, `mlp`, or both."""
+    routed = {isinstance(block.mlp, MoESpec) for block in spec.blocks}
+    return ("moe",) * (True in routed) + ("mlp",) * (False in routed)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fivefold.core.layout_checks import divisors
 from fivefold.core.model_counts import attention_flops, attention_weights, block_flops
 from fivefold.core.model_spec import AttentionSpec, BlockSpec, ModelSpec, MoESpec
 from fivefold.estimate.memory import Cut, Kinds, Stage, kinds_of, stage_of, state_terms, work_terms
-from fivefold.estimate.recompute import Recompute
+from fivefold.estimate.recompute import Recompute, feed_forward_words
 from fivefold.plan.legality import MOST_MICROBATCHES, SPLIT_BACKWARD, context_heads, other_heads
 from fivefold.plan.question import Question
 from fivefold.strategies.context.rules import legal_ulysses
@@ -134,9 +134,9 @@ class Lattice:
         if self.fixed.recompute is not None:
             return [self.fixed.recompute]
         spec = self.question.spec
-        words = ("moe",) if routed(spec) else ()
-        feed = (*words, "mlp") if len(routed(spec)) < 1 or _has_dense(spec) else words
-        options = [Recompute(), Recompute(("attention",)), Recompute(feed), Recompute(("full",))]
+        options = [
+            Recompute(), Recompute(("attention",)), Recompute(feed_forward_words(spec)), Recompute(("full",))
+        ]  # fmt: skip
         return sorted(options, key=lambda option: recomputed_share(spec, option, self.question.seq_len))
 
     def groups(self) -> Iterator[Group]:
@@ -374,10 +374,6 @@ def tp_breaks(spec: ModelSpec, tp: int) -> bool:
 def routed(spec: ModelSpec) -> list[MoESpec]:
     """The kinds of routed layers."""
     return list(dict.fromkeys(b.mlp for b in dict.fromkeys(spec.blocks) if isinstance(b.mlp, MoESpec)))
-
-
-def _has_dense(spec: ModelSpec) -> bool:
-    return any(not isinstance(block.mlp, MoESpec) for block in dict.fromkeys(spec.blocks))
 
 
 def recomputed_share(spec: ModelSpec, recompute: Recompute, seq_len: int) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.layout import DEFAULT_ORDER, Layout
 from fivefold.core.model_counts import training_flops
+from fivefold.core.model_spec import ModelSpec
 from fivefold.estimate.memory import BAND, MemoryEstimate, estimate
-from fivefold.estimate.recompute import Recompute
+from fivefold.estimate.recompute import Recompute, feed_forward_words
 from fivefold.plan.question import Question
 from fivefold.units import GIGA, MEGA, format_bytes
 
@@ -74,6 +76,27 @@ def plan_facts(question: Question, found: Found) -> dict[str, Any]:
         *unpriced(choice.layout),
     ]
     return facts
+
+
+def recompute_choices(spec: ModelSpec, asked: Recompute) -> list[Recompute]:
+    """What may be computed again in this model, with what was asked for."""
+    feed = feed_forward_words(spec)
+    texts = ("none", "attention", "+".join(feed), "+".join(("attention", *feed)), "full/2", "full")
+    choices = [Recompute.parse(text) for text in texts]
+    return choices if asked in choices else [*choices, asked]
+
+
+def recompute_facts(found: Sequence[Found]) -> list[dict[str, Any]]:
+    """What each choice of recompute takes, on the rank that is the fullest with it."""
+    return [
+        {
+            "recompute": str(one.choice.recompute),
+            "activations_bytes": float(one.memory.peak.terms["activations"]),
+            "peak_memory_bytes": one.memory.peak.total(),
+            "step_time_s": one.step_s,
+        }
+        for one in found
+    ]
 
 
 def unpriced(layout: Layout) -> list[str]:

@@ -56,6 +56,27 @@ def test_keys_and_sums() -> None:
     assert sum(facts["time"].values()) == pytest.approx(facts["step_time_s"])
 
 
+def test_every_recompute_is_told_beside_what_was_asked_for() -> None:
+    question = ("-m", "deepseek-v3", "-c", "2048 H800", "-l", "dp128 pp16 ep64 zero1")
+    facts = ask(*question)
+    told = {one["recompute"]: one for one in facts["recompute_choices"]}
+    assert list(told) == ["none", "attention", "moe+mlp", "attention+moe+mlp", "full/2", "full"]
+    assert told["none"]["peak_memory_bytes"] == facts["peak_memory_bytes"]
+    for text in ("full", "moe+mlp"):
+        asked = ask(*question, "--recompute", text)
+        assert told[text]["peak_memory_bytes"] == asked["peak_memory_bytes"] < facts["peak_memory_bytes"]
+        assert told[text]["activations_bytes"] == asked["memory"]["activations"]
+        assert told[text]["step_time_s"] == pytest.approx(asked["step_time_s"], rel=1e-12)
+    other = ask("-m", "llama-3-8b", "-c", "8 H100", "-l", "dp8", "--recompute", "mlp/3")
+    assert [one["recompute"] for one in other["recompute_choices"]][2:] == [
+        "mlp",
+        "attention+mlp",
+        "full/2",
+        "full",
+        "mlp/3",
+    ]
+
+
 def test_options_act() -> None:
     base = ask("-m", "mixtral-8x7b", "-c", "8 H100", "-l", "dp8 ep8 zero1")
 
@@ -86,6 +107,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert code == 1
     assert "does not fit: each rank needs" in out
+    assert "attention+mlp" in out
     assert "states: 138 GB a device (without ZeRO); 16 bytes a parameter" in out
 
 

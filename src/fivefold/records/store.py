@@ -60,6 +60,14 @@ class RunRecord:
     last_step: int | None
 
 
+NUMBERS = ("step", "rank", "pid", "started_at", "ended_at", "last_step")
+MAY_BE_NONE = ("name", "error", "ended_at", "process_start", "last_step")
+"""Columns of numbers, and those that can be empty; the others are text."""
+
+MOST_NUMBER = 1e11
+"""Of all of them: no date has more seconds (the year 5138), no run more steps."""
+
+
 @dataclass(frozen=True)
 class MetricRow:
     """The numbers of one rank at one step."""
@@ -208,7 +216,10 @@ class Store:
         query = "SELECT step, rank, data FROM metrics WHERE run_id = ? ORDER BY step, rank, rowid"
         with self._database.read() as connection:
             rows = connection.execute(query, (full_id,)).fetchall()
-        return [MetricRow(step, rank, self._decode(data)) for step, rank, data in rows]
+        return [
+            MetricRow(self._typed("step", step), self._typed("rank", rank), self._decode_numbers(data))
+            for step, rank, data in rows
+        ]
 
     def results(self, run_id: str) -> dict[str, Any]:
         """All outcomes of a run by key. `run_id`: as for `run`."""
@@ -218,7 +229,7 @@ class Store:
                 "SELECT key, data FROM results WHERE run_id = ? ORDER BY key", (full_id,)
             )
             pairs = rows.fetchall()
-        return {key: self._decode(data) for key, data in pairs}
+        return {self._typed("key", key): self._decode(data) for key, data in pairs}
 
     def close(self) -> None:
         """Close the connection of this process."""
@@ -241,6 +252,7 @@ class Store:
             )
         with self._database.read() as connection:
             found = [row[0] for row in connection.execute(query, values)] if wanted.isascii() else []
+        found = [self._typed("id", run_id) for run_id in found]
         if not found:
             raise RecordError(f"no run {wanted!r} in {self.path}; `fivefold runs list` shows those there are")
         if len(found) > 1 and wanted not in found:
@@ -251,18 +263,38 @@ class Store:
         return wanted if wanted in found else str(found[0])
 
     def _record(self, row: sqlite3.Row) -> RunRecord:
-        fields = dict(row)
+        fields = {name: self._typed(name, value) for name, value in dict(row).items()}
         if _is_lost(fields["status"], fields["host"], fields["pid"], fields.pop("process_start")):
             fields["status"] = "lost"
         for name in ("plan", "versions", "machine"):
             fields[name] = self._decode(fields[name])
         return RunRecord(**fields)
 
-    def _decode(self, text: str) -> Any:
+    def _decode(self, text: Any) -> Any:
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise RecordError(f"cannot read records in {self.path}: a damaged value ({error})") from error
+
+    def _decode_numbers(self, text: Any) -> dict[str, float]:
+        values = self._decode(text)
+        if isinstance(values, dict) and all(type(value) in (int, float) for value in values.values()):
+            return values
+        raise RecordError(
+            f"cannot read records in {self.path}: a damaged value ({str(text)[:40]!r} as metrics)"
+        )
+
+    def _typed(self, column: str, value: Any) -> Any:
+        """SQLite keeps whatever is written into a column. Raises: RecordError for what no run has written there."""
+        if column in NUMBERS:
+            good = isinstance(value, int | float) and 0 <= value < MOST_NUMBER
+        else:
+            good = isinstance(value, str)
+        if good or (value is None and column in MAY_BE_NONE):
+            return value
+        raise RecordError(
+            f"cannot read records in {self.path}: a damaged value ({column} is {str(value)[:40]!r})"
+        )
 
 
 def default_path() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import multiprocessing
 import os
 import sqlite3
@@ -101,6 +102,33 @@ def test_a_store_damaged_in_the_middle_is_one_line(path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(RecordError, match="damaged") as caught:
         Store.open(path, create=False).runs()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("metrics", "step", "x"), ("metrics", "rank", b"\xff"), ("metrics", "data", None), ("metrics", "data", 3.5),
+        ("metrics", "data", '{"loss": "x"}'), ("metrics", "data", '{"loss": null}'), ("results", "key", b"\xff"),
+        ("results", "data", "[" * 10**5), ("runs", "started_at", 1e18), ("runs", "id", None),
+        ("runs", "started_at", "now"), ("runs", "model", b"x"), ("runs", "plan", None), ("runs", "ended_at", math.inf),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_one_line(
+    path: Path, store: Store, table: str, column: str, value: object
+) -> None:
+    """SQLite takes any value into any column: whoever wrote it, no command may trip over it."""
+    run_id = example(store)
+    store.attach(run_id).result("a", 1)
+    with closing(sqlite3.connect(path)) as other:
+        try:
+            other.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        except sqlite3.IntegrityError:
+            return  # the schema refuses it
+        other.commit()
+    run_id = "last" if column == "id" else run_id
+    with pytest.raises(RecordError, match="a damaged value") as caught:
+        (store.run(run_id), store.metrics(run_id), store.results(run_id))
     assert "\n" not in str(caught.value)
 
 

@@ -62,7 +62,7 @@ def _refuse_chance(parts: Parts, when: str) -> None:
         if isinstance(module, CHANCE_MODULES):
             numbers["p"] = module.p
         for attribute, chance in numbers.items() if module.training else ():
-            if isinstance(chance, int | float) and chance > 0:
+            if type(chance) in (int, float) and chance > 0:
                 raise ModelError(
                     f"{parts.kind}: {name or 'the module itself'} has {attribute} = {chance}, "
                     f"and chance falls otherwise {when}; set it to 0"

@@ -380,6 +380,14 @@ def test_chance_is_refused_where_it_falls_otherwise(module: nn.Module, said: str
     check_structure(found, Layout.parse("dp2"))
 
 
+@pytest.mark.parametrize(
+    "module",
+    [nn.Dropout(0.0), Chance(dropout=0.0), Chance(dropout=0), Chance(use_dropout=True), Chance(rate=0.1)],
+)
+def test_what_is_no_chance_is_not_refused(module: nn.Module) -> None:
+    check_structure(parts(end=nn.Sequential(module)), Layout.parse("dp2"))
+
+
 def test_own_values_are_cut_as_the_table_says() -> None:
     model = Other()
     own = OwnModel(model, SPLIT)

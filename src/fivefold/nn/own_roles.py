@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fivefold.errors import ModelError, nearest
+from fivefold.errors import ModelError
 
 BLOCK_ROLES = ("attention", "mlp")
 LINEAR_ROLES = ("q", "k", "v", "attention_output", "gate", "up", "down")
@@ -62,7 +62,7 @@ def roles_for(model: nn.Module) -> Mapping[str, str]:
     name = type(model).__name__
     if name not in FAMILY_ROLES:
         raise ModelError(
-            f"no table of roles is known for {name}{nearest(name, FAMILY_ROLES)}; give one as roles={{pattern: role}}, "
+            f"no table of roles is known for {name}; give one as roles={{pattern: role}}, "
             f"or use one of {', '.join(FAMILY_ROLES)}"
         )
     return FAMILY_ROLES[name]

@@ -87,6 +87,12 @@ class ParameterRow:
         """The ranks that hold the same part of it and see different tokens."""
         return "data" if self.mesh == "dense" else "edp"
 
+    @property
+    def may_be_skipped(self) -> bool:
+        """Whether a step without any gradient of it is no fault: what a module of no known role skips, such as an
+        expert that no token chose, has a gradient of zero."""
+        return self.role == "whole"
+
     def data_shards(self, layout: Layout) -> int:
         """Into how many parts ZeRO cuts what the ranks of `data_axis` would hold alike; 1: it does not."""
         return layout.data_shards if self.mesh == "dense" else layout.expert_shards

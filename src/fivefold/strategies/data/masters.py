@@ -26,7 +26,7 @@ def no_gradient(row: ParameterRow, when: str = "") -> ModelError:
     if when:
         return ModelError(
             f"{row.name} has no gradient {when}, of which zero2 and zero3 reduce those of every one; let the loss "
-            f"depend on it always, or use zero0"
+            f"depend on it always, or use zero1"
         )
     return ModelError(
         f"{row.name} has no gradient: nothing that the loss depends on reads it; leave it out of the module, or use it"
@@ -57,7 +57,9 @@ class Masters:
         gradients = []
         for row, _, master in self.triples:
             if master.grad is None:
-                raise no_gradient(row)
+                if not row.may_be_skipped:
+                    raise no_gradient(row)
+                master.grad = torch.zeros_like(master)
             gradients.append((row, master.grad))
         return gradients
 

@@ -132,8 +132,12 @@ class Bucket:
 
     def reduce_start(self) -> None:
         """Comm: one reduce-scatter of n S elements."""
-        if self.full is None or not all(self.filled):
-            raise no_gradient(self.rows[self.filled.index(False)])
+        for index, (row, place) in enumerate(zip(self.rows, self.places)):
+            if not self.filled[index]:
+                if not row.may_be_skipped:
+                    raise no_gradient(row)
+                self.add(index, self.flat.new_zeros(place.size, dtype=self.wide))
+        assert self.full is not None
         self.reducing = self.axis.reduce_scatter_start(self.full.view(-1), 0)
         self.filled, self.missing = [False] * len(self.rows), len(self.rows)
         if not self.keep:

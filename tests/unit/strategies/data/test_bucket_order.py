@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fivefold.core.layout import Layout
 from fivefold.core.optimizer import OptimizerConfig
-from fivefold.core.sharding import ParameterRow
+from fivefold.core.sharding import ParameterRow, Role
 from fivefold.engine.optimizer import make_optimizer
 from fivefold.errors import ModelError
 from fivefold.strategies.data import rules
@@ -39,15 +39,17 @@ class FakeAxis:
         return self._handle(x.numel(), x[: x.numel() // 2])
 
 
-def made(text: str, bucket_bytes: int = 4) -> tuple[Replicated | Sharded, list[nn.Parameter], list[int]]:
+def made(
+    text: str, bucket_bytes: int = 4, role: Role = "up"
+) -> tuple[Replicated | Sharded, list[nn.Parameter], list[int]]:
     """Data parallelism over two ranks, its parameters, and the elements of each bucket that is begun."""
     layout, begun = Layout.parse(text), []
-    axes = {2: FakeAxis(begun), 1: SimpleNamespace(degree=1)}
+    axes = {2: FakeAxis(begun) if layout.dp == 2 else SimpleNamespace(degree=1), 1: SimpleNamespace(degree=1)}
     mesh: Any = SimpleNamespace(
         layout=layout, phase="backward", coordinate=layout.coordinate(0),
         axis=lambda name, size=2, across=False: axes[1 if across else size],
     )  # fmt: skip
-    rows = [rules.place(ParameterRow(f"p{i}", "up", (n,)), layout) for i, n in enumerate(SIZES)]
+    rows = [rules.place(ParameterRow(f"p{i}", role, (n,)), layout) for i, n in enumerate(SIZES)]
     parameters = [nn.Parameter(torch.ones(n)) for n in SIZES]
     make = OptimizerConfig(name="sgd")
     form = Replicated if layout.zero == 0 else shard_optimizer
@@ -81,6 +83,40 @@ def test_what_does_not_come_is_zero_and_keeps_the_order() -> None:
     assert begun == [8, 6, 4, 2]
     data.wait()
     assert [float(g.sum()) for _, g in data.local_gradients()] == [6, 12, 0, 24]
+
+
+@pytest.mark.parametrize("text", ["dp2 zero1", "dp1"])
+def test_what_a_module_may_skip_is_zero(text: str) -> None:
+    """As of experts in a list of modules, of which a step chooses some."""
+    data, parameters, _ = made(text, role="whole")
+
+    def step(order: list[int]) -> list[float]:
+        data.watch(0)
+        backward(parameters, order)
+        data.reduce(0)
+        data.wait()
+        sums = [float(g.sum()) for _, g in data.local_gradients()]
+        data.forget_gradients()
+        return sums
+
+    some = step([3, 1])
+    whole = step([3, 2, 1, 0])
+    assert all(whole)
+    assert some == [0, whole[1], 0, whole[3]] == step([1, 3])
+
+
+@pytest.mark.parametrize("text", ["dp2 zero1", "dp1"])
+def test_what_no_module_skips_is_named(text: str) -> None:
+    data, parameters, _ = made(text)
+
+    def reduced() -> None:
+        data.reduce(0)
+        data.wait()
+        data.local_gradients()
+
+    backward(parameters, [3, 1, 0])
+    with pytest.raises(ModelError, match="p2 has no gradient: nothing that the loss depends on"):
+        reduced()
 
 
 @pytest.mark.parametrize("last", [True, False])

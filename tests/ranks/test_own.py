@@ -267,6 +267,13 @@ def test_settings_that_do_not_hold(changes: dict[str, Any], said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_grouped_products_in_float64_are_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"take no float64; make it with experts_implementation='eager', or use"
+    ):
+        fivefold.verify_model(make("mixtral"), "dp2 ep2", dtype="float64", device="cpu")
+
+
 def test_a_parameter_that_nothing_reads() -> None:
     model = make("llama")
     model.model.layers[0].input_layernorm.spare = nn.Parameter(torch.ones(2))  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from torch import nn
 
 from fivefold.core.plan import Plan
 from fivefold.engine import recompute
-from fivefold.engine.own_check import check_recompute, check_structure
+from fivefold.engine.own_check import check_dtype, check_recompute, check_structure
 from fivefold.errors import ModelError
 from fivefold.nn.own import find_parts, measure, own_rows
 from fivefold.nn.own_roles import roles_for
@@ -53,6 +53,7 @@ class OwnModel:
     def check(self, plan: Plan) -> None:
         """Raises: LayoutError or WorkloadError as for every model; ModelError naming the module that forbids it."""
         check_structure(self.parts, plan.layout)
+        check_dtype(self.parts, plan.execution.dtype)
         check_recompute(self.parts, plan.execution.recomputed)
         if plan.execution.experts.rebalance_every is not None:
             raise ModelError(

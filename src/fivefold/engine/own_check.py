@@ -43,6 +43,16 @@ def check_structure(parts: Parts, layout: Layout) -> None:
             )
 
 
+def check_dtype(parts: Parts, dtype: str) -> None:
+    """Raises: ModelError for a dtype that the kernels of a model of transformers do not take."""
+    kernel = getattr(getattr(parts.root, "config", None), "_experts_implementation", None)
+    if dtype == "float64" and kernel == "grouped_mm" and "experts" in parts.roles.values():
+        raise ModelError(
+            f"{parts.kind}: its grouped products of experts take no float64; make it with experts_implementation="
+            f"'eager', or use float32"
+        )
+
+
 def check_recompute(parts: Parts, recompute: Recompute) -> None:
     """Raises: ModelError for parts of layers, which only our own layers compute apart, and for chance inside them."""
     if recompute.regions:

@@ -108,8 +108,8 @@ def command(
             }
         )
     else:
-        from rich.console import Console
+        from fivefold.cli.tables import make_console
 
-        Console().print(summary_table(result))
+        make_console().print(summary_table(result))
         click.echo(f"report: {report}")
     return 0 if result.passed else 1

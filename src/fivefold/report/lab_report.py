@@ -242,7 +242,7 @@ def summary_table(result: LabResult) -> Table:
         box=box.SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left", caption_justify="left"
     )
     table.title = Text(verdict(result))
-    table.add_column("layout", no_wrap=True)
+    table.add_column("layout", min_width=8)  # broken between its parts where the terminal is narrow
     heads: tuple[str, ...] = (
         "ranks",
         "same\nmodel",
@@ -252,9 +252,11 @@ def summary_table(result: LabResult) -> Table:
         "CPU\n/step",
         "memory\n/rank",
         "comm",
-        "bubble",
     )
-    keys: tuple[str, ...] = ("err", "tokens", "step", "cpu", "memory", "comm", "bubble")
+    keys: tuple[str, ...] = ("err", "tokens", "step", "cpu", "memory", "comm")
+    if any(layout.pp > 1 for layout in result.layouts):
+        heads += ("bubble",)
+        keys += ("bubble",)
     if any(layout.expert_imbalance is not None for layout in result.layouts):
         heads += ("imbal.\nranks", "dispatch\n/rank")
         keys += ("rank_imbalance", "dispatch")

@@ -301,17 +301,22 @@ def test_experts_have_a_figure_and_columns_where_there_are_any(html: str) -> Non
         layout("dp2 ep2", **shared),
         layout("cp2 ep2", **shared),
         layout("cp2", **routed),
+        layout("dp2 cp2 ep4", **routed),
     )
     page = render(result)
     check_alone(page)
     drawn = figures(page)["experts"]
-    assert (drawn.count("1.50"), drawn.count("4 KiB"), drawn.count("none")) == (2, 2, 2)
+    assert (drawn.count("1.50"), drawn.count("4 KiB"), drawn.count("none")) == (2, 2, 3)
     words = Page(page).words
     assert "ep cuts the experts," in words
     assert "cp cuts the sequence." in words
     assert "2.25 (1.50) 4 KiB yes" in words
     assert {"ep dp", "dp ep", "cp ep", "cp"} & set(figures(page)["loss"]) == {"dp ep", "cp ep", "cp"}
-    assert "1.50 4 KiB" in " ".join(terminal(result, width=120).split())
+    assert "bubble" not in page.partition("<tbody>")[0].rpartition("<thead>")[2]  # without any pipeline
+    narrow = terminal(result)
+    assert "1.50 4 KiB" in " ".join(narrow.split())
+    assert "…" not in narrow
+    assert "dp2 cp2 ep4" in terminal(result, width=120)
 
 
 def test_a_lab_in_float64_has_its_own_bound() -> None:

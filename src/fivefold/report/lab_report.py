@@ -242,7 +242,7 @@ def summary_table(result: LabResult) -> Table:
         box=box.SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left", caption_justify="left"
     )
     table.title = Text(verdict(result))
-    table.add_column("layout", min_width=8)  # broken between its parts where the terminal is narrow
+    table.add_column("layout", min_width=8, overflow="fold")  # broken where the terminal is narrow
     heads: tuple[str, ...] = (
         "ranks",
         "same\nmodel",

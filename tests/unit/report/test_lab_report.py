@@ -301,7 +301,7 @@ def test_experts_have_a_figure_and_columns_where_there_are_any(html: str) -> Non
         layout("dp2 ep2", **shared),
         layout("cp2 ep2", **shared),
         layout("cp2", **routed),
-        layout("dp2 cp2 ep4", **routed),
+        layout("dp2 cp2:ring_ulysses ep4", **routed),
     )
     page = render(result)
     check_alone(page)
@@ -316,7 +316,7 @@ def test_experts_have_a_figure_and_columns_where_there_are_any(html: str) -> Non
     narrow = terminal(result)
     assert "1.50 4 KiB" in " ".join(narrow.split())
     assert "…" not in narrow
-    assert "dp2 cp2 ep4" in terminal(result, width=120)
+    assert "dp2 cp2:ring_ulysses ep4" in terminal(result, width=120)
 
 
 def test_a_lab_in_float64_has_its_own_bound() -> None:

@@ -52,14 +52,14 @@ REST += [
     "dp2 cp2 zero3/2",
 ]
 REST += ["dp2 tp2 zero2 order=dp-tp-cp-pp", "dp16 zero2", "dp16 zero3"]  # more ranks than a norm has elements
-_references: dict[tuple[str, int], Reference] = {}
+_references: dict[tuple[str, int, int], Reference] = {}
 
 
 def verdict_of(text: str, name: str, gather: str = "microbatch") -> Any:
     layout = Layout.parse(text)
     plan, one = common_plans({"hard": HARD, "plain": PLAIN}[name], layout, Layout(), "float64")
     execution = plan.execution.replace(zero3_gather=gather)
-    key = (name, layout.dp * layout.cp)
+    key = (name, one.workload.seq_len, one.workload.global_batch)
     if key not in _references:
         _references[key] = Reference(one, seed=0, device="cpu")
     return _references[key].judge(plan.replace(execution=execution), find_axis=False)

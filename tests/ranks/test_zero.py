@@ -32,6 +32,7 @@ from fivefold.train.trainer import Trainer
 from fivefold.verify.verify import Reference
 from fivefold.verify.workload import common_plans
 
+from .live_memory import settled
 from .models import HARD, PLAIN
 from .resuming import SEQ_LEN, Job, Ran, Recorded, train, whole
 
@@ -105,7 +106,7 @@ def live_after_each_microbatch(mesh: Mesh, level: str) -> dict[str, Any]:
 
         def watched(chunk: int, j: int) -> None:
             backward(chunk, j)
-            seen.append(live.live_bytes - before)
+            seen.append(settled(live) - before)
 
         engine.pipeline._b = watched  # type: ignore[method-assign]
         engine.step(lambda j: batches[j], 1e-2)

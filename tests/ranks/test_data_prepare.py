@@ -86,6 +86,12 @@ def said(err: str) -> str:
     return lines[0].removeprefix("fivefold: ")
 
 
+def wait_for_units(out: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until so many units are finished, however fast the machine is just now, or the process has ended."""
+    while process.poll() is None and len(list((out / ".work").glob("unit-*.json"))) < count:
+        time.sleep(0.002)
+
+
 def test_the_number_of_processes_does_not_change_a_byte(here: Path) -> None:
     source = str(corpus(here / "a.jsonl", 6 * MIB))
     found = []
@@ -108,12 +114,14 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(here: Path) -> None:
         began = time.monotonic()
         process.communicate(timeout=60)
     took_s = time.monotonic() - began
+    units = len({path.stem[-5:] for path in (here / "whole").glob("*.tokens")})
     rng, landed = random.Random(1), 0
     for attempt in range(KILLS):
         out = here / f"cut{attempt}"
         with start("prepare", source, "--out", str(out), *options) as process:
             wait_for_plan(out, process)
-            time.sleep(rng.uniform(0, 0.8 * took_s))
+            wait_for_units(out, rng.randrange(4 * units // 5), process)
+            time.sleep(rng.uniform(0, took_s / units))
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 workers = psutil.Process(process.pid).children()
                 victim = rng.choice(workers).pid if workers and attempt % 2 else process.pid
@@ -131,7 +139,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(here: Path) -> None:
         elif (out / ".work").exists():  # killed while clearing up
             assert run("prepare", source, "--out", str(out), *options)[0] == 0
         assert contents(out) == contents(here / "whole")
-    assert landed >= KILLS // 4  # how many come before the end depends on the machine's moment
+    assert landed >= KILLS // 2
 
 
 def test_a_process_that_waits_for_a_dead_one_ends_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

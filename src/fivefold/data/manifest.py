@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fivefold.core.regular_file import read_limited
+from fivefold.core.regular_file import read_limited, read_regular
 from fivefold.core.value import Value
 from fivefold.errors import ConfigError, DataError
 from fivefold.units import MIB
@@ -144,8 +144,7 @@ class Manifest(Value):
 def is_prepared(folder: Path) -> bool:
     """Whether the folder has a manifest of ours (whole or not; `read_manifest` judges)."""
     try:
-        with (folder / MANIFEST).open("rb") as file:
-            return KIND.encode() in file.read(200)
+        return KIND.encode() in read_regular(folder / MANIFEST, 200)
     except OSError:
         return False
 

@@ -13,7 +13,7 @@ from fivefold.core.model_config import load_json
 from fivefold.core.plan import Plan
 from fivefold.core.regular_file import read_regular, read_text, write_whole
 from fivefold.data.encode import load_encoder
-from fivefold.data.manifest import read_manifest
+from fivefold.data.manifest import is_prepared, read_manifest
 from fivefold.errors import UserError
 from fivefold.plan import calibration
 from fivefold.plan.runs_table import read_rows
@@ -66,6 +66,12 @@ def test_what_is_no_file_of_a_fair_size_is_refused(
         reader(path)
     assert "\n" not in str(caught.value)
     assert str(path.parent) in str(caught.value)
+
+
+def test_a_folder_with_a_pipe_for_a_manifest_is_not_prepared(tmp_path: Path) -> None:
+    """Asked of whatever a training config names as its data; it does not wait for the pipe."""
+    os.mkfifo(tmp_path / "manifest.json")
+    assert not is_prepared(tmp_path)
 
 
 def test_no_more_is_read_than_was_asked(tmp_path: Path) -> None:

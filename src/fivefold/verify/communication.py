@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from fivefold.core.events import Events, difference, without_setup
 from fivefold.core.plan import Plan
@@ -33,20 +34,17 @@ def event_differences(plan: Plan, observations: Sequence[Observation]) -> list[s
             # The bytes of a dispatch follow from what the routers chose in this step.
             counts = counts_of(routed, plan)
             replicas, places_anew = placed.get(step, ({}, False))
-            due, staying = plain, plain
-            if seen.routed.get(step) or places_anew:
-                due, staying = (
-                    compose.predict_events(
-                        plans[step.partition(" ")[0]],
-                        rank,
-                        seen.rows,
-                        counts,
-                        replicas=replicas,
-                        places_anew=anew,
-                    )
-                    for anew in (places_anew, False)
-                )
+            predict = partial(
+                compose.predict_events,
+                plans[step.partition(" ")[0]],
+                rank,
+                seen.rows,
+                counts,
+                replicas=replicas,
+            )
+            due = predict(places_anew=places_anew) if seen.routed.get(step) or places_anew else plain
             if step in seen.skipped:  # it places experts all the same
+                staying = predict(places_anew=False) if places_anew else due
                 due = _skipped(staying) + (due - staying)
             for line in difference(due, without_setup(events)):
                 steps_of.setdefault(line, []).append(step)

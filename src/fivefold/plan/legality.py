@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from heapq import nsmallest
 from math import log2
 
 from fivefold.core.execution import MOST_MICROBATCHES, Execution, microbatches
@@ -24,6 +25,9 @@ from fivefold.strategies.tensor import rules as tensor
 
 SPLIT_BACKWARD = ("zbh1", "zbv", "dualpipev")
 """Schedules that compute weight gradients apart, which ZeRO-2 and 3 cannot follow."""
+
+MOST_TRIED = 1000
+"""Shapes that are looked at for the nearest legal one: all up to 16,384 devices."""
 
 __all__ = ["MOST_MICROBATCHES", "SPLIT_BACKWARD", "check", "check_devices", "why_not"]
 
@@ -61,7 +65,7 @@ def _all_devices(layout: Layout, devices: int) -> Iterator[Layout]:
     def changed(shape: tuple[int, int, int, int]) -> float:
         return sum(abs(log2(new / old)) for new, old in zip(shape[1:], (layout.tp, layout.pp, layout.cp)))
 
-    for dp, tp, pp, cp in sorted(shapes(devices), key=changed):
+    for dp, tp, pp, cp in nsmallest(MOST_TRIED, shapes(devices), key=changed):
         with contextlib.suppress(LayoutError):  # such data ranks may not divide by ep or a group
             yield layout.replace(dp=dp, tp=tp, pp=pp, cp=cp)
 

@@ -81,9 +81,8 @@ def _print_experts(console: Console, experts: ExpertsReport) -> None:
     ranks = [f"of {experts.ep}\nranks"] if experts.ep > 1 else []
     made = make_table(
         "layer", "imbalance,\nall steps", "last\nstep", *ranks, "busiest\nexpert",
-        "chosen by\n(tokens)", "never\nchosen", "dropped", "entropy",
+        "chosen by\n(tokens)", "never\nchosen", "dropped", "entropy", tight=True,
     )  # fmt: skip
-    made.padding = (0, 1, 0, 0)
     for layer in experts.layers[:MOST_SHOWN]:
         number = len(layer.chosen)
         made.add_row(
@@ -116,9 +115,9 @@ def _print_precision(console: Console, report: Mapping[str, Any]) -> None:
     first, last = looks[0], looks[-1]
     heads = [f"gradient\nnorm,\nstep {look['step']}" for look in (first, last)[: len(looks)]]
     made = make_table(
-        "layer", *heads, f"largest output\nin {len(looks)} looks", f"of {report['dtype']}'s\nlargest", "of"
-    )
-    made.padding = (0, 1, 0, 0)
+        "layer", *heads, f"largest output\nin {len(looks)} looks", f"of {report['dtype']}'s\nlargest", "of",
+        tight=True,
+    )  # fmt: skip
     for block in last["grad_norm"]:
         norms = [look["grad_norm"].get(block) for look in (first, last)[: len(looks)]]
         step, (value, module) = max(

@@ -58,12 +58,14 @@ def coloured(status: str) -> Any:
     return Text(status, style=COLOURS.get(status, ""))
 
 
-def make_table(*columns: Any, header: bool = True) -> Any:
-    """Without lines; the first column is never broken."""
+def make_table(*columns: Any, header: bool = True, tight: bool = False) -> Any:
+    """Without lines; the first column is never broken. `tight`: one blank between columns, where there are many."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE, show_header=header, pad_edge=False)
+    if tight:
+        made.padding = (0, 1, 0, 0)
     for i, column in enumerate(columns):
         made.add_column(column, no_wrap=i == 0, overflow="fold")
     return made
@@ -89,8 +91,7 @@ def table_of_layouts(
         if room() >= min(widths[layout], LAYOUT_WIDTH):
             break
         kept.remove(name)
-    made = make_table(*kept)
-    made.padding = (0, 1, 0, 0)
+    made = make_table(*kept, tight=True)
     for column, name in zip(made.columns, kept):
         column.no_wrap = name != layout
     for row in rows:

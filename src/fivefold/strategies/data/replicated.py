@@ -101,7 +101,8 @@ class Replicated(Masters):
         if bucket is None or bucket.chunk not in self._watched:
             return
         bucket.missing -= 1
-        self._start_full(bucket.chunk)
+        if not bucket.missing:
+            self._start_full(bucket.chunk)
 
     def _start_full(self, chunk: int) -> None:
         """Start the buckets that are full, one after another, as all ranks do.
